@@ -1,0 +1,270 @@
+"""Data sets on disk, checked and loaded; queue runners; one dequeue per tower.
+
+    epoch permutation --> index queue --> gather images --> batch queue --> towers
+          thread 1                           thread 2
+
+The order of the images is a function of (seed, epoch) alone. Each stage has one
+thread, so nothing races, and whole batches of bytes travel: the towers make floats
+of them on their own devices.
+"""
+
+import collections
+import functools
+import gzip
+import operator
+import os
+import zlib
+
+import numpy as np
+
+from tf1 import tf
+from utils import UserError
+
+NUM_CLASSES = 10
+
+# Batches of all towers that one run of the gathering thread moves. Each run costs
+# Python time that is taken from the step.
+STEPS_PER_ENQUEUE = 8
+
+# images: uint8 [n, height, width, channels]; labels: int64 [n].
+Examples = collections.namedtuple('Examples', 'images labels')
+DataSet = collections.namedtuple('DataSet', 'train valid num_classes')
+
+# batches: per tower, images uint8 [batch, height, width, channels] and labels int64
+# [batch]. start: op that sets the producers to where training stands, to be run
+# before the queue runners start.
+Pipeline = collections.namedtuple('Pipeline', 'batches start num_images global_batch')
+
+
+# Files
+
+
+def load(data_dir):
+    """Loads and checks a data set of four IDX files in MNIST's layout.
+
+    Args:
+      data_dir: directory with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`
+        and the same two with `t10k`; `.idx3` for `-idx3` and gzip are fine too.
+
+    Returns:
+      A `DataSet` of `Examples`.
+
+    Raises:
+      UserError: a file is missing, unreadable, damaged, or does not fit the others.
+    """
+    if not os.path.isdir(data_dir):
+        raise UserError('--data_dir %s is not a directory' % data_dir)
+    train = _load_examples(data_dir, 'train')
+    valid = _load_examples(data_dir, 't10k')
+    if train.images.shape[1:] != valid.images.shape[1:]:
+        raise UserError(
+            '%s: training images are %s, test images %s: one network takes one size'
+            % (data_dir, _size(train.images), _size(valid.images))
+        )
+    return DataSet(train, valid, NUM_CLASSES)
+
+
+def _size(images):
+    return 'x'.join(map(str, images.shape[1:3]))
+
+
+def _load_examples(data_dir, prefix):
+    images_path = _find(data_dir, prefix + '-images', 'idx3-ubyte')
+    labels_path = _find(data_dir, prefix + '-labels', 'idx1-ubyte')
+    images = read_idx(images_path, rank=3)
+    labels = read_idx(labels_path, rank=1)
+    if len(images) != len(labels):
+        raise UserError(
+            '%s holds %d images, %s holds %d labels'
+            % (images_path, len(images), labels_path, len(labels))
+        )
+    wrong = np.flatnonzero(labels >= NUM_CLASSES)
+    if len(wrong):
+        raise UserError(
+            '%s: label %d at index %d; the %d classes are 0 to %d'
+            % (labels_path, labels[wrong[0]], wrong[0], NUM_CLASSES, NUM_CLASSES - 1)
+        )
+    return Examples(images[..., np.newaxis], labels.astype(np.int64))
+
+
+def _find(data_dir, stem, ending):
+    names = [stem + dot + ending + gz for gz in ('', '.gz') for dot in '-.']
+    for name in names:
+        path = os.path.join(data_dir, name)
+        if os.path.exists(path):
+            return path
+    raise UserError(
+        '%s has no %s (nor %s)' % (data_dir, names[0], ', '.join(names[1:]))
+    )
+
+
+def read_idx(path, rank):
+    """Reads an IDX file of unsigned bytes, gzip or not (told by content).
+
+    Args:
+      path: the file.
+      rank: how many dimensions it must have.
+
+    Returns:
+      A uint8 array of that rank, with at least one element.
+
+    Raises:
+      UserError: the file can't be read or is not what it should be.
+
+    Source: the IDX format as described with the MNIST database.
+    """
+    try:
+        with open(path, 'rb') as file:
+            data = file.read()
+        if data[:2] == b'\x1f\x8b':
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        cause = error.args[-1] if error.args else error
+        raise UserError('%s: %s' % (path, cause)) from None
+
+    header = 4 + 4 * rank
+    if len(data) < header:
+        raise UserError(
+            '%s: %d bytes, an IDX header has %d' % (path, len(data), header)
+        )
+    magic = bytes([0, 0, 8, rank])
+    if data[:4] != magic:
+        raise UserError(
+            '%s: starts with bytes %s, IDX of %d dimensions with %s'
+            % (path, data[:4].hex(), rank, magic.hex())
+        )
+    shape = [int(n) for n in np.frombuffer(data, '>u4', rank, offset=4)]
+    size = functools.reduce(operator.mul, shape)
+    if len(data) != header + size:
+        raise UserError(
+            '%s: the header says %s, so %d bytes; found %d'
+            % (path, ' x '.join(map(str, shape)), header + size, len(data))
+        )
+    if size == 0:
+        raise UserError('%s: empty (%s)' % (path, ' x '.join(map(str, shape))))
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+
+
+# Queues
+
+
+def count_steps(pipeline, images_consumed):
+    """Returns (steps done, steps left) of an epoch; its ragged rest makes no step."""
+    left = (pipeline.num_images - images_consumed) // pipeline.global_batch
+    return images_consumed // pipeline.global_batch, left
+
+
+def epoch_order(num_images, seed, epoch):
+    """Returns the permutation of the images that is epoch `epoch`, int32 [n].
+
+    Stateless, so the same on every machine, at every start and on both lines. Equal
+    random numbers (24 bits each) keep their order: the sort is stable.
+    """
+    return tf.argsort(tf.random.stateless_uniform([num_images], [seed, epoch]))
+
+
+def hold(array, name):
+    """Holds an array in a CPU variable that no checkpoint and no graph contains.
+
+    Returns:
+      (variable, feed): `feed` is to be given to the initialiser's run.
+    """
+    value = tf.placeholder(array.dtype, array.shape, name + '/value')
+    variable = tf.Variable(
+        value,
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        name=name,
+    )
+    return variable, {value: array}
+
+
+def build(examples, batch_size, num_towers, seed, state):
+    """Builds the queues that feed the towers, one element per tower and step.
+
+    Step s of an epoch takes images s*N*B to (s+1)*N*B of the epoch's permutation,
+    and tower t rows t*B to (t+1)*B of these: N towers see what one tower with a
+    batch of N*B sees.
+
+    Args:
+      examples: `Examples` to train on.
+      batch_size: images per tower and step, B.
+      num_towers: N.
+      seed: of the order.
+      state: where training stands: `epoch` and `epoch_images`, int64 variables.
+
+    Returns:
+      (pipeline, feeds): a `Pipeline`, and the dict for the initialisers' run.
+
+    Raises:
+      UserError: the data set is smaller than one step's images.
+    """
+    num_images = len(examples.images)
+    global_batch = batch_size * num_towers
+    if num_images < global_batch:
+        raise UserError(
+            '%d training images are less than one step takes (%d per tower x %d '
+            'towers = %d): the largest --batch_size that fits is %d'
+            % (
+                num_images,
+                batch_size,
+                num_towers,
+                global_batch,
+                num_images // num_towers,
+            )
+        )
+    with tf.device('/cpu:0'), tf.name_scope('input'):
+        images, feed_images = hold(examples.images, 'images')
+        labels, feed_labels = hold(examples.labels, 'labels')
+        feeds = {**feed_images, **feed_labels}
+
+        index_queue, start = _build_index_queue(num_images, global_batch, seed, state)
+        rows = index_queue.dequeue_many(STEPS_PER_ENQUEUE)  # [steps, N*B]
+        rows = tf.reshape(rows, [-1, batch_size])  # [steps * N, B]
+        batch_queue = tf.FIFOQueue(
+            2 * STEPS_PER_ENQUEUE * num_towers,
+            [images.dtype.base_dtype, labels.dtype.base_dtype],
+            [[batch_size] + images.shape.as_list()[1:], [batch_size]],
+            name='batch_queue',
+        )
+        enqueue = batch_queue.enqueue_many(
+            [tf.gather(images, rows), tf.gather(labels, rows)]
+        )
+        tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
+        batches = _dequeue_in_order(batch_queue, num_towers)
+    return Pipeline(batches, start, num_images, global_batch), feeds
+
+
+def _build_index_queue(num_images, global_batch, seed, state):
+    """A queue of rows, int32 [N*B]; one run of its thread enqueues one epoch."""
+
+    def local(name):
+        return tf.Variable(
+            tf.zeros([], tf.int64),
+            trainable=False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+            name=name,
+        )
+
+    next_epoch, next_image = local('next_epoch'), local('next_image')
+    start = tf.group(
+        next_epoch.assign(state.epoch), next_image.assign(state.epoch_images)
+    )
+
+    order = epoch_order(num_images, seed, next_epoch + 0)[next_image + 0 :]
+    steps = tf.size(order) // global_batch
+    rows = tf.reshape(order[: steps * global_batch], [steps, global_batch])
+    queue = tf.FIFOQueue(256, tf.int32, [[global_batch]], name='index_queue')
+    with tf.control_dependencies([queue.enqueue_many(rows)]):
+        advance = tf.group(next_epoch.assign_add(1), next_image.assign(0))
+    tf.train.add_queue_runner(tf.train.QueueRunner(queue, [advance]))
+    return queue, start
+
+
+def _dequeue_in_order(queue, num_towers):
+    """One dequeue per tower; each waits for the one before, so that rows don't mix."""
+    batches = []
+    for _ in range(num_towers):
+        with tf.control_dependencies(batches[-1][:1] if batches else []):
+            batches.append(queue.dequeue())
+    return batches

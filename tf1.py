@@ -1,0 +1,65 @@
+"""The one place that imports TensorFlow: graph mode on TensorFlow 1.15 and on 2.x.
+
+Everything else says `from tf1 import tf`. The import says nothing unless it
+fails or `--verbose` is on the command line.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+
+# TensorFlow's log level is read at import, before any flag can be parsed.
+VERBOSE = '--verbose' in sys.argv
+
+
+@contextlib.contextmanager
+def quiet_stderr():
+    """Holds back what C++ code writes to stderr; replays it if the block raises.
+
+    Environment variables silence neither oneDNN's lines nor the search for CUDA.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # started with stderr closed: nothing to keep quiet
+        stderr = None
+    if VERBOSE or stderr is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(stderr, 2)
+            held.seek(0)
+            os.write(2, held.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def import_tensorflow():
+    """Returns `tensorflow.compat.v1` with v2 behaviour off."""
+    if not VERBOSE:
+        os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+        logging.getLogger('tensorflow').setLevel(logging.ERROR)
+    with quiet_stderr():
+        import tensorflow.compat.v1 as tensorflow
+
+        tensorflow.disable_v2_behavior()
+    return tensorflow
+
+
+try:
+    tf = import_tensorflow()
+except ImportError as error:
+    if (error.name or '').split('.')[0] != 'tensorflow':
+        raise
+    sys.stderr.write(
+        'error: %s has no TensorFlow: run `make train`, or `%s -m pip install -r '
+        'requirements.txt`\n' % (sys.executable, sys.executable)
+    )
+    sys.exit(2)

@@ -1,0 +1,56 @@
+"""Trains one model on one GPU, or on the CPU: the baseline of train_multi_gpu.py."""
+
+import functools
+import sys
+
+import input_pipeline
+import model
+import records
+import training
+import utils
+from tf1 import tf
+
+
+def main():
+    flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=False)
+    devices = utils.choose_devices(flags.device, 1, flags.gpus)
+    model_dir = records.choose_model_dir(flags, towers=1)
+    data = input_pipeline.load(flags.data_dir)
+    with tf.Graph().as_default(), tf.device('/cpu:0'):
+        job = build_job(flags, devices.towers[0], data)
+        training.run(flags, devices, data, job, model_dir)
+
+
+def build_job(flags, device, data):
+    """Builds the whole graph, the model on `device`; returns it as a `training.Job`."""
+    tf.set_random_seed(flags.seed)
+    state = training.create_state()
+    pipeline, feeds = input_pipeline.build(
+        data.train, flags.batch_size, 1, flags.seed, state
+    )
+    learning_rate = training.cosine_learning_rate(
+        flags.learning_rate, state, flags.epochs, pipeline.num_images
+    )
+    optimizer = training.create_optimizer(flags.optimizer, learning_rate)
+    build_model = functools.partial(
+        model.model_fn,
+        network=model.NETWORKS[flags.model],
+        num_classes=data.num_classes,
+    )
+    dropout = model.dropout_layers(flags.dropout, flags.seed, 0, state.global_step)
+    images, labels = pipeline.batches[0]
+    with tf.device(device):
+        spec = build_model(images, labels, training=True, dropout=dropout)
+        gradients = optimizer.compute_gradients(spec.loss)
+    train_op = training.apply_gradients(
+        optimizer, gradients, learning_rate, [spec], state
+    )
+    evaluation, more_feeds = training.build_evaluation(
+        data.valid, [device], build_model
+    )
+    feeds.update(more_feeds)
+    return training.Job(state, learning_rate, train_op, pipeline, evaluation, feeds)
+
+
+if __name__ == '__main__':
+    sys.exit(utils.run_main(main))

@@ -1,0 +1,141 @@
+"""Trains one model on several GPUs: a tower on each, from shared variables."""
+
+import functools
+import itertools
+import sys
+
+import input_pipeline
+import model
+import records
+import training
+import utils
+from tf1 import tf
+from utils import log
+
+
+def main():
+    flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=True)
+    devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
+    model_dir = records.choose_model_dir(flags, len(devices.towers))
+    data = input_pipeline.load(flags.data_dir)
+    with tf.Graph().as_default(), tf.device('/cpu:0'):
+        job = build_job(flags, devices.towers, data)
+        training.run(flags, devices, data, job, model_dir)
+
+
+def build_job(flags, devices, data):
+    """Builds the whole graph, a tower per device; returns it as a `training.Job`."""
+    tf.set_random_seed(flags.seed)
+    state = training.create_state()
+    pipeline, feeds = input_pipeline.build(
+        data.train, flags.batch_size, len(devices), flags.seed, state
+    )
+    build_model = functools.partial(
+        model.model_fn,
+        network=model.NETWORKS[flags.model],
+        num_classes=data.num_classes,
+    )
+
+    def build_tower(tower, images, labels):
+        dropout = model.dropout_layers(
+            flags.dropout, flags.seed, tower, state.global_step
+        )
+        return build_model(images, labels, training=True, dropout=dropout)
+
+    learning_rate = training.cosine_learning_rate(
+        flags.learning_rate, state, flags.epochs, pipeline.num_images
+    )
+    optimizer = training.create_optimizer(flags.optimizer, learning_rate)
+    specs, tower_grads = build_towers(devices, pipeline.batches, build_tower, optimizer)
+    train_op = training.apply_gradients(
+        optimizer, average_gradients(tower_grads), learning_rate, specs, state
+    )
+    evaluation, more_feeds = training.build_evaluation(data.valid, devices, build_model)
+    feeds.update(more_feeds)
+    return training.Job(state, learning_rate, train_op, pipeline, evaluation, feeds)
+
+
+def build_towers(devices, batches, build_tower, optimizer):
+    """Builds a tower per device; all share the variables that the first creates.
+
+    Args:
+      devices: a device string per tower.
+      batches: what each tower takes in, a list of tensors per tower.
+      build_tower: (tower, *batch) -> `ModelSpec`.
+      optimizer: a `tf.train.Optimizer`.
+
+    Returns:
+      (specs, tower_grads): per tower, its `ModelSpec` and what `compute_gradients`
+      gives for its loss.
+    """
+    specs, tower_grads = [], []
+    for tower, (device, batch) in enumerate(zip(devices, batches)):
+        with utils.on_tower(device, reuse=tower > 0), tf.name_scope('tower_%d' % tower):
+            specs.append(build_tower(tower, *batch))
+            # Inside the tower's scope, or all backward passes run on one device.
+            tower_grads.append(optimizer.compute_gradients(specs[-1].loss))
+    return specs, tower_grads
+
+
+def average_gradients(tower_grads):
+    """Averages the gradients of the towers.
+
+    A gradient that is None in some towers counts as zero there. One that is None in
+    every tower is dropped, with a warning. Sparse gradients stay sparse if they are
+    sparse in every tower.
+
+    Args:
+      tower_grads: per tower, a list of (gradient, variable), as
+        `optimizer.compute_gradients` returns them.
+
+    Returns:
+      A list of (gradient, variable), each gradient the mean over the towers.
+
+    Raises:
+      ValueError: there are no towers or no gradients, or a tower has other variables
+        than tower 0.
+    """
+    if not tower_grads:
+        raise ValueError('average_gradients: no towers')
+    _check_same_variables(tower_grads)
+    averaged = []
+    for pairs in zip(*tower_grads):
+        variable = pairs[0][1]
+        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        if gradients:
+            with tf.device(variable.device):
+                averaged.append((_mean(gradients, len(pairs)), variable))
+        else:
+            log.warning('%s has no gradient in any tower: not trained', variable.name)
+    if not averaged:
+        raise ValueError('average_gradients: no variable has a gradient in any tower')
+    return averaged
+
+
+def _check_same_variables(tower_grads):
+    expected = [variable.name for _, variable in tower_grads[0]]
+    for tower, grads in enumerate(tower_grads):
+        names = [variable.name for _, variable in grads]
+        for name, wanted in itertools.zip_longest(names, expected):
+            if name != wanted:
+                raise ValueError(
+                    'average_gradients: tower %d has %s where tower 0 has %s'
+                    % (tower, name or 'nothing', wanted or 'nothing')
+                )
+
+
+def _mean(gradients, num_towers):
+    """The sum of the given gradients over the number of towers, None counted as 0."""
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        # The optimizer adds up rows that more than one tower touched.
+        return tf.IndexedSlices(
+            tf.concat([gradient.values for gradient in gradients], 0) / num_towers,
+            tf.concat([gradient.indices for gradient in gradients], 0),
+            gradients[0].dense_shape,
+        )
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    return tf.add_n(dense) * (1.0 / num_towers)
+
+
+if __name__ == '__main__':
+    sys.exit(utils.run_main(main))

@@ -1,0 +1,349 @@
+"""Flags, devices and logging: what both scripts need before a graph exists."""
+
+import argparse
+import collections
+import contextlib
+import logging
+import math
+import os
+import sys
+import traceback
+
+from tf1 import quiet_stderr, tf
+
+log = logging.getLogger('train')
+
+MAX_TOWERS = 64
+OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
+
+
+class UserError(Exception):
+    """A mistake of the user's: its text is the one line that is shown, exit 2."""
+
+
+# Flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake costs one line instead of the whole usage."""
+
+    def error(self, message):
+        raise UserError('%s (see --help)' % message)
+
+
+def number(kind, low, high, above=False):
+    """Returns an argparse type: a finite `kind` in [low, high], or above `low`."""
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low):
+            raise argparse.ArgumentTypeError(
+                '%r is not %s %s %s and at most %s'
+                % (
+                    text,
+                    {int: 'a whole number', float: 'a number'}[kind],
+                    'above' if above else 'of at least',
+                    low,
+                    high,
+                )
+            )
+        return value
+
+    return parse
+
+
+def _gpu_list(text):
+    numbers = text.split(',')
+    if not all(n.isdigit() for n in numbers) or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(
+            '%r is not a list of different GPU numbers such as 0,2' % text
+        )
+    return [int(n) for n in numbers]
+
+
+def parse_flags(description, networks, towers, argv=None):
+    """Returns the flags of a training script as an `argparse.Namespace`.
+
+    Args:
+      description: the first line of `--help`.
+      networks: the names `--model` takes.
+      towers: whether the script has towers, so `--num_gpus`.
+      argv: a list of strings; default the command line's.
+
+    Raises:
+      UserError: a flag is unknown, malformed or out of range.
+    """
+    parser = _Parser(description=description, allow_abbrev=False)
+    positive = number(int, 1, 2**31 - 1)
+
+    run = parser.add_argument_group('the run')
+    run.add_argument(
+        '--data_dir',
+        default=os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data/mnist'),
+        help="IDX files in MNIST's layout (default: the data/mnist beside this script)",
+    )
+    run.add_argument(
+        '--model_dir',
+        help='where results go; one that holds a checkpoint is continued '
+        '(default: a new runs/<date>-<time>-<what>)',
+    )
+    run.add_argument(
+        '--epochs',
+        type=number(int, 1, 100000),
+        default=10,
+        help='epochs in all, those of a continued run included (default: 10)',
+    )
+    run.add_argument(
+        '--max_steps',
+        type=positive,
+        help='stop after this many steps in all; the learning rate still follows '
+        '--epochs (default: no limit)',
+    )
+    run.add_argument(
+        '--seed',
+        type=number(int, 0, 2**31 - 1),
+        default=0,
+        help='of initial weights, order of images and dropout (default: 0)',
+    )
+
+    training = parser.add_argument_group('model and training')
+    training.add_argument(
+        '--model',
+        choices=sorted(networks),
+        default='cnn',
+        help='the network, a function in model.py (default: cnn)',
+    )
+    training.add_argument(
+        '--dropout',
+        type=number(float, 0, 0.99),
+        default=0.4,
+        help='share of units dropped before each dense layer (default: 0.4)',
+    )
+    training.add_argument(
+        '--batch_size',
+        type=number(int, 1, 65536),
+        default=32,
+        help='images per tower and step (default: 32)',
+    )
+    training.add_argument(
+        '--optimizer',
+        choices=OPTIMIZERS,
+        default='adam',
+        help='update rule (default: adam)',
+    )
+    training.add_argument(
+        '--learning_rate',
+        type=number(float, 0, 100, above=True),
+        default=0.001,
+        help='of the first step; falls to 0 as a cosine over --epochs (default: 0.001)',
+    )
+
+    devices = parser.add_argument_group('devices')
+    if towers:
+        devices.add_argument(
+            '--num_gpus',
+            type=number(int, 1, MAX_TOWERS),
+            help='towers, one per GPU (default: all visible GPUs, or 1)',
+        )
+    devices.add_argument(
+        '--gpus',
+        type=_gpu_list,
+        help='which of the visible GPUs to use, such as 0,2 (default: the first ones)',
+    )
+    devices.add_argument(
+        '--device',
+        choices=('auto', 'gpu', 'cpu'),
+        default='auto',
+        help='auto: GPUs, or the CPU with a warning if there is none; gpu and cpu '
+        'never use the other (default: auto)',
+    )
+
+    screen = parser.add_argument_group('screen')
+    screen.add_argument(
+        '--no_progress', action='store_true', help='no progress bar on a terminal'
+    )
+    screen.add_argument(
+        '--verbose', action='store_true', help="TensorFlow's own messages too"
+    )
+
+    flags = parser.parse_args(argv)
+    if not towers:
+        flags.num_gpus = 1
+    return flags
+
+
+# Devices
+
+
+def visible_gpus():
+    """Returns the names of the GPUs TensorFlow may use, without opening any.
+
+    `device_lib.list_local_devices()` would take all their memory; this reads the
+    driver's list, obeys CUDA_VISIBLE_DEVICES and leaves XLA's devices out.
+    """
+    with quiet_stderr():
+        gpus = tf.config.experimental.list_physical_devices('GPU')
+    return [gpu.name for gpu in gpus]
+
+
+# towers: a device string per tower, such as '/gpu:0'. gpus: the numbers of the GPUs
+# these are, an empty list for CPU towers.
+Devices = collections.namedtuple('Devices', 'towers gpus')
+
+
+def choose_devices(device, num_gpus=None, gpus=None, find_gpus=visible_gpus):
+    """Chooses one device per tower.
+
+    Args:
+      device: 'auto', 'gpu' or 'cpu', as `--device`.
+      num_gpus: number of towers, or None for all GPUs (1 without any).
+      gpus: list of GPU numbers to use, or None for the first ones.
+      find_gpus: function that returns the names of the visible GPUs.
+
+    Returns:
+      `Devices`.
+
+    Raises:
+      UserError: what was asked for is not there.
+    """
+    if gpus is not None and num_gpus not in (None, len(gpus)):
+        raise UserError(
+            '--gpus names %d GPUs, the run has %d towers: make them equal'
+            % (len(gpus), num_gpus)
+        )
+    if device == 'cpu':
+        if gpus is not None:
+            raise UserError('--gpus goes with GPUs, not with --device cpu: drop one')
+        return Devices(['/cpu:%d' % i for i in range(num_gpus or 1)], [])
+
+    visible = find_gpus()
+    if not visible and (device == 'gpu' or gpus is not None):
+        asked = '--device gpu' if device == 'gpu' else '--gpus'
+        raise UserError(
+            '%s: TensorFlow %s sees no GPU; check the driver and '
+            'CUDA_VISIBLE_DEVICES, or train with --device cpu'
+            % (asked, tf.version.VERSION)
+        )
+    if not visible:
+        return Devices(['/cpu:%d' % i for i in range(num_gpus or 1)], [])
+
+    chosen = gpus if gpus is not None else list(range(num_gpus or len(visible)))
+    if len(chosen) > len(visible) or max(chosen) >= len(visible):
+        raise UserError(
+            'asked for %s, TensorFlow sees %d (%s)'
+            % (
+                'GPU %d' % max(chosen) if gpus is not None else '%d GPUs' % len(chosen),
+                len(visible),
+                ', '.join(visible),
+            )
+        )
+    return Devices(['/gpu:%d' % i for i in range(len(chosen))], chosen)
+
+
+def count_cores():
+    """Returns how many cores this process may use."""
+    if hasattr(os, 'sched_getaffinity'):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_threads(towers):
+    """Returns (intra-op, inter-op) thread counts; (0, 0) leaves them to TensorFlow.
+
+    CPU towers share the cores. One thread inside each op leaves a core to every
+    tower, which pays off wherever there is more than one tower; on TensorFlow 2.x
+    even without. On 1.15 a single tower needs all cores inside its ops.
+    """
+    if not towers[0].startswith('/cpu'):
+        return 0, 0
+    cores = count_cores()
+    tensorflow_1 = tf.version.VERSION.startswith('1.')
+    intra_op = cores if tensorflow_1 and len(towers) == 1 else 1
+    return intra_op, cores
+
+
+def session_config(devices, threads):
+    """Returns the `tf.ConfigProto` that opens the given devices and no other."""
+    config = tf.ConfigProto(
+        allow_soft_placement=False,
+        intra_op_parallelism_threads=threads[0],
+        inter_op_parallelism_threads=threads[1],
+    )
+    if devices.gpus:
+        config.gpu_options.allow_growth = True
+        config.gpu_options.visible_device_list = ','.join(map(str, devices.gpus))
+    else:
+        config.device_count['GPU'] = 0
+        config.device_count['CPU'] = len(devices.towers)
+    return config
+
+
+VARIABLE_OPS = ('Variable', 'VariableV2', 'VarHandleOp')
+
+
+@contextlib.contextmanager
+def on_tower(device, reuse):
+    """Places ops on a tower's device, but variables, which all share, on the CPU.
+
+    Args:
+      device: the tower's device string.
+      reuse: whether the variables exist; the first tower creates them.
+    """
+
+    def place(op):
+        return '/cpu:0' if op.type in VARIABLE_OPS else device
+
+    # `reuse` ends with the block: what comes after, an optimizer's slots for
+    # instance, can still create variables.
+    with tf.device(place), tf.variable_scope(tf.get_variable_scope(), reuse=reuse):
+        yield
+
+
+# Screen and log
+
+
+class _BelowWarning(logging.Filter):
+    def filter(self, record):
+        return record.levelno < logging.WARNING
+
+
+def set_up_logging():
+    """Results go to stdout, warnings and errors to stderr, one line each."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    results = logging.StreamHandler(sys.stdout)
+    results.addFilter(_BelowWarning())
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setLevel(logging.WARNING)
+    warnings.setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
+    log.handlers[:] = [results, warnings]
+
+
+def log_to(path):
+    """Adds every line shown from here on, with its time, to the file `path`."""
+    handler = logging.FileHandler(path, encoding='utf-8')
+    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    log.addHandler(handler)
+
+
+def run_main(main):
+    """Runs `main()` and returns the exit status of the process.
+
+    0: done. 1: failed; the cause comes first, its traceback after it. 2: a mistake
+    of the user's, told in one line.
+    """
+    set_up_logging()
+    try:
+        main()
+        return 0
+    except UserError as error:
+        log.error('%s', error)
+        return 2
+    except Exception as error:
+        cause = (str(error).strip() or '(no message)').splitlines()[0]
+        log.error('%s: %s', type(error).__name__, cause)
+        log.error('%s', traceback.format_exc())
+        return 1
