@@ -21,20 +21,18 @@ ModelSpec = collections.namedtuple(
 
 
 def weight(name, shape):
-    """Creates or reuses a float32 variable, He-normal from a seed of its own name.
+    """Creates or reuses a float32 variable, Glorot-uniform, seeded by its own name.
 
     With `tf.set_random_seed` it starts equal in every script, for any number of
     towers, whatever else the graph holds.
 
-    Source: He et al. 2015, "Delving Deep into Rectifiers", equation 10.
+    Source: Glorot and Bengio 2010, "Understanding the difficulty of training deep
+    feedforward neural networks", equation 16.
     """
     full_name = '%s/%s' % (tf.get_variable_scope().name, name)
+    seed = zlib.crc32(full_name.encode())
     return tf.get_variable(
-        name,
-        shape,
-        initializer=tf.variance_scaling_initializer(
-            2.0, 'fan_in', 'truncated_normal', seed=zlib.crc32(full_name.encode())
-        ),
+        name, shape, initializer=tf.glorot_uniform_initializer(seed=seed)
     )
 
 
@@ -123,7 +121,7 @@ def model_fn(images, labels, network, num_classes, training=False, dropout=None)
     Returns:
       A `ModelSpec`.
     """
-    x = tf.cast(images, tf.float32) / 255
+    x = tf.cast(images, tf.float32) / 127.5 - 1  # bytes to [-1, 1]
     logits = network(x, training, num_classes, dropout or (lambda x: x))
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=logits

@@ -332,9 +332,9 @@ def introduce(flags, config, restored, model_dir):
     steps, rest = divmod(data['train_images'], global_batch)
     if flags.device == 'auto' and not gpus:
         log.warning(
-            'TensorFlow sees no GPU: %s on the CPU (%s)',
-            'the towers share' if len(towers) > 1 else 'the tower runs',
-            '%d cores' % utils.count_cores(),
+            'TensorFlow sees no GPU: training on the CPU, %s on %s',
+            utils.count(len(towers), 'tower'),
+            utils.count(utils.count_cores(), 'core'),
         )
     log.info(
         'model %s: %d parameters, %d classes; %d training and %d validation images '
@@ -349,9 +349,9 @@ def introduce(flags, config, restored, model_dir):
     )
     log.info('TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers))
     log.info(
-        'batch %d per tower x %d towers = %d; %d steps per epoch of %d images%s',
+        'batch %d per tower x %s = %d; %d steps per epoch of %d images%s',
         flags.batch_size,
-        len(towers),
+        utils.count(len(towers), 'tower'),
         global_batch,
         steps,
         data['train_images'],

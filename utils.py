@@ -253,16 +253,13 @@ def count_cores():
 def choose_threads(towers):
     """Returns (intra-op, inter-op) thread counts; (0, 0) leaves them to TensorFlow.
 
-    CPU towers share the cores. One thread inside each op leaves a core to every
-    tower, which pays off wherever there is more than one tower; on TensorFlow 2.x
-    even without. On 1.15 a single tower needs all cores inside its ops.
+    CPU towers share the cores. On TensorFlow 2.x one thread inside each op is
+    fastest for any number of towers; 1.15 needs all cores inside its ops.
     """
     if not towers[0].startswith('/cpu'):
         return 0, 0
     cores = count_cores()
-    tensorflow_1 = tf.version.VERSION.startswith('1.')
-    intra_op = cores if tensorflow_1 and len(towers) == 1 else 1
-    return intra_op, cores
+    return cores if tf.version.VERSION.startswith('1.') else 1, cores
 
 
 def session_config(devices, threads):
@@ -303,6 +300,11 @@ def on_tower(device, reuse):
 
 
 # Screen and log
+
+
+def count(number, noun):
+    """Returns '1 tower', '2 towers'."""
+    return '%d %s%s' % (number, noun, '' if number == 1 else 's')
 
 
 class _BelowWarning(logging.Filter):

@@ -1,0 +1,150 @@
+"""Fixtures that every room's tests share."""
+
+import collections
+import contextlib
+import gzip
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import input_pipeline
+import model
+import train
+import train_multi_gpu
+import training
+import utils
+from tf1 import tf
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+THREADS = (1, 2)  # every session of a process has the thread pools of the first
+
+Finished = collections.namedtuple('Finished', 'status out err')
+
+
+@pytest.fixture(autouse=True)
+def fresh_graph(tmp_path, monkeypatch):
+    """Each test has its own graph, and its own empty directory to run in."""
+    monkeypatch.chdir(tmp_path)
+    with tf.Graph().as_default(), tf.device('/cpu:0'):
+        yield
+
+
+@pytest.fixture(scope='session')
+def mnist():
+    """The whole MNIST."""
+    return input_pipeline.load(os.path.join(ROOT, 'data', 'mnist'))
+
+
+@pytest.fixture(scope='session')
+def small(mnist):
+    """The first 2000 training and 500 test images of MNIST."""
+    return input_pipeline.DataSet(
+        input_pipeline.Examples(*(a[:2000] for a in mnist.train)),
+        input_pipeline.Examples(*(a[:500] for a in mnist.valid)),
+        mnist.num_classes,
+    )
+
+
+def write_idx(path, array):
+    """Writes a uint8 array as an IDX file, gzip if the name says so."""
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, '>u4').tobytes()
+    opener = gzip.open if str(path).endswith('.gz') else open
+    with opener(str(path), 'wb') as file:
+        file.write(header + array.astype(np.uint8).tobytes())
+
+
+def write_data_set(directory, data):
+    """Writes the four IDX files of a `DataSet`; returns the directory as a string."""
+    directory.mkdir()
+    for prefix, examples in (('train', data.train), ('t10k', data.valid)):
+        write_idx(directory / (prefix + '-images-idx3-ubyte'), examples.images[..., 0])
+        write_idx(directory / (prefix + '-labels-idx1-ubyte'), examples.labels)
+    return str(directory)
+
+
+@pytest.fixture(scope='session')
+def small_dir(small, tmp_path_factory):
+    """The directory that holds `small`."""
+    return write_data_set(tmp_path_factory.mktemp('data') / 'small', small)
+
+
+def make_flags(*argv):
+    """The flags of train_multi_gpu.py."""
+    return utils.parse_flags('', model.NETWORKS, towers=True, argv=list(argv))
+
+
+@pytest.fixture
+def run_steps(small):
+    """A function that trains in this process and returns {variable name: value}."""
+
+    def run_steps(steps, *argv, script=train_multi_gpu, data=small):
+        flags = make_flags('--device', 'cpu', *argv)
+        devices = utils.choose_devices('cpu', flags.num_gpus)
+        with tf.Graph().as_default(), tf.device('/cpu:0'):
+            towers = devices.towers if script is train_multi_gpu else '/cpu:0'
+            job = script.build_job(flags, towers, data)
+            with start(job, devices) as session:
+                for _ in range(steps):
+                    session.run(job.train_op)
+                return {v.op.name: session.run(v) for v in tf.global_variables()}
+
+    return run_steps
+
+
+@contextlib.contextmanager
+def start(job, devices, place=()):
+    """A session in which the job's queues are being fed; runs `place` before that."""
+    with training.open_session(devices, THREADS) as session:
+        session.run(
+            [tf.global_variables_initializer(), tf.local_variables_initializer()],
+            job.feeds,
+        )
+        session.run(place)
+        session.run(job.pipeline.start)
+        with training.queue_runners(session):
+            yield session
+
+
+@pytest.fixture
+def main(monkeypatch, capfd):
+    """A function that runs a script's main() here, as the command line would."""
+    scripts = {'train.py': train, 'train_multi_gpu.py': train_multi_gpu}
+
+    def main(script, *argv):
+        monkeypatch.setattr(sys, 'argv', [script] + list(argv))
+        capfd.readouterr()
+        status = utils.run_main(scripts[script].main)
+        return Finished(status, *capfd.readouterr())
+
+    return main
+
+
+def command(script, *argv, **options):
+    """Runs a script in a process of its own, its output in pipes."""
+    done = subprocess.run(
+        [sys.executable, os.path.join(ROOT, script)] + list(argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=300,
+        **options,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def read_checkpoint(prefix):
+    """Returns {name: value} of a checkpoint's tensors."""
+    reader = tf.train.NewCheckpointReader(str(prefix))
+    return {
+        name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()
+    }
+
+
+def assert_same_bits(one, other):
+    """Two {name: value} hold the same names and the same bits."""
+    assert sorted(one) == sorted(other)
+    differing = [n for n in one if one[n].tobytes() != other[n].tobytes()]
+    assert not differing, 'these differ: %s' % differing

@@ -1,0 +1,346 @@
+"""The scripts as a person runs them: what is printed, what is written, how it ends."""
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import input_pipeline
+import records
+import utils
+from tests.conftest import (
+    ROOT,
+    assert_same_bits,
+    command,
+    read_checkpoint,
+    write_idx,
+)
+from tf1 import tf
+
+NO_GPU = 'WARNING: TensorFlow sees no GPU: training on the CPU, '
+
+
+@pytest.fixture
+def cpu(small_dir):
+    """Flags of a short run: 62 steps per epoch with one tower."""
+    return ['--device', 'cpu', '--data_dir', small_dir]
+
+
+def files(directory='.'):
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), str(directory))
+        for parent, _, names in os.walk(str(directory))
+        for name in names
+    )
+
+
+# A good run
+
+
+def test_a_good_run_in_files(small_dir, tmp_path):
+    out, err = tmp_path / 'out', tmp_path / 'err'
+    with out.open('wb') as o, err.open('wb') as e:
+        status = subprocess.call(
+            [sys.executable, ROOT + '/train_multi_gpu.py', '--num_gpus', '2']
+            + ['--data_dir', small_dir, '--epochs', '2', '--model_dir', 'here'],
+            stdout=o,
+            stderr=e,
+            env=dict(os.environ, CUDA_VISIBLE_DEVICES=''),
+        )
+    out, err = out.read_text(), err.read_text()
+    assert status == 0, err
+    assert '\r' not in out + err
+    assert err.splitlines() == [
+        NO_GPU + '2 towers on %s' % utils.count(utils.count_cores(), 'core')
+    ]
+    lines = out.splitlines()
+    assert (
+        'batch 32 per tower x 2 towers = 64; 31 steps per epoch of 2000 images ' in out
+    )
+    assert [line.split(':')[0] for line in lines[lines.index('Epoch 1/2') :]] == [
+        'Epoch 1/2',
+        'train/acc',
+        'valid/acc',
+        'speed',
+        'Epoch 2/2',
+        'train/acc',
+        'valid/acc',
+        'speed',
+        'results',
+    ]
+    assert files('here') == [
+        'checkpoint',
+        'config.json',
+        'metrics.jsonl',
+        'model.ckpt-1-31.data-00000-of-00001',
+        'model.ckpt-1-31.index',
+        'model.ckpt-2-62.data-00000-of-00001',
+        'model.ckpt-2-62.index',
+        'train.log',
+    ]
+    log = (tmp_path / 'here' / 'train.log').read_text()
+    for line in lines + err.splitlines():
+        assert line.replace('WARNING: ', 'WARNING ') in log
+
+    rows = [json.loads(line) for line in open('here/metrics.jsonl')]
+    assert [list(row) for row in rows] == 2 * [
+        'epoch step train_loss train_acc valid_loss valid_acc learning_rate '
+        'images_per_second seconds'.split()
+    ]
+    assert [(row['epoch'], row['step']) for row in rows] == [(1, 31), (2, 62)]
+    shown = 'valid/acc: %.4f, valid/loss: %.4f'
+    assert shown % (rows[1]['valid_acc'], rows[1]['valid_loss']) in lines
+    assert 0.2 < rows[1]['valid_acc'] <= 1 and rows[1]['images_per_second'] > 10
+
+    config = json.loads((tmp_path / 'here' / 'config.json').read_text())
+    assert config['flags']['num_gpus'] == 2 and config['flags']['seed'] == 0
+    assert config['versions']['tensorflow'] == tf.version.VERSION
+    assert config['devices'] == {'towers': ['/cpu:0', '/cpu:1'], 'gpus': []}
+
+
+def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir):
+    leader, follower = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '1']
+        + ['--data_dir', small_dir],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+    )
+    os.close(follower)
+    screen = b''
+    while True:
+        try:
+            part = os.read(leader, 4096)
+        except OSError:  # the other end is closed
+            break
+        screen += part
+    out, _ = run.communicate()
+    assert run.returncode == 0
+    last = screen.decode().replace('\r\n', '').split('\r')[-1]
+    assert last.startswith('100%|#') and ' 62/62 [' in last
+    assert 'train_acc=0.' in last and 'train_loss=' in last
+    assert b'#' not in out and b'\r' not in out
+
+
+def test_no_progress_means_no_bar(monkeypatch, main, cpu):
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
+    done = main('train.py', '--max_steps', '2', '--no_progress', *cpu)
+    assert done.status == 0 and done.err == ''
+
+
+def test_no_thread_outlives_a_run(main, cpu):
+    before = set(threading.enumerate())
+    assert main('train_multi_gpu.py', '--max_steps', '3', *cpu).status == 0
+    assert set(threading.enumerate()) == before
+
+
+def test_each_run_has_a_directory_of_its_own(main, cpu):
+    for _ in range(2):
+        assert main('train.py', '--max_steps', '1', *cpu).status == 0
+    made = os.listdir('runs')
+    assert len(made) == 2 and all('-cnn-1' in name for name in made)
+
+
+def test_verbose_shows_what_tensorflow_says(cpu):
+    quiet = command('train.py', '--max_steps', '1', *cpu)
+    assert quiet.status == 0 and quiet.err == ''
+    verbose = command('train.py', '--max_steps', '1', '--verbose', *cpu)
+    assert verbose.status == 0 and 'deprecated' in verbose.err
+
+
+# The same result from both scripts and any number of towers
+
+
+def checkpoint(model_dir, name):
+    return read_checkpoint(os.path.join(model_dir, name))
+
+
+def test_both_scripts_write_the_same_bits(cpu):
+    assert command('train.py', '--epochs', '1', '--model_dir', 'a', *cpu).status == 0
+    done = command('train_multi_gpu.py', '--epochs', '1', '--model_dir', 'b', *cpu)
+    assert done.status == 0
+    name = 'model.ckpt-1-62'
+    assert_same_bits(checkpoint('a', name), checkpoint('b', name))
+
+
+def test_a_checkpoint_moves_between_scripts_and_numbers_of_towers(main, cpu):
+    flags = ['--model_dir', 'm', '--batch_size', '20'] + cpu
+    for script, argv, step in (
+        ('train_multi_gpu.py', ['--num_gpus', '2', '--epochs', '1'], 50),
+        ('train.py', ['--epochs', '2'], 150),
+        ('train_multi_gpu.py', ['--num_gpus', '3', '--epochs', '3'], 183),
+    ):
+        done = main(script, *(argv + flags))
+        assert done.status == 0, done.err
+        assert ('continues from' in done.out) == (step > 50)
+        assert records.read_metrics('m')[-1]['step'] == step
+    assert [row['epoch'] for row in records.read_metrics('m')] == [1, 2, 3]
+
+
+def test_max_steps_inside_an_epoch_then_on_is_the_uninterrupted_run(main, cpu):
+    flags = ['--num_gpus', '2', '--epochs', '2'] + cpu
+    assert main('train_multi_gpu.py', '--model_dir', 'whole', *flags).status == 0
+    for steps in ('7', '40'):
+        part = ['--max_steps', steps, '--model_dir', 'parts'] + flags
+        done = main('train_multi_gpu.py', *part)
+        assert done.status == 0
+        assert '--max_steps %s ends the run inside this epoch' % steps in done.out
+    assert main('train_multi_gpu.py', '--model_dir', 'parts', *flags).status == 0
+    name = 'model.ckpt-2-62'
+    assert_same_bits(checkpoint('whole', name), checkpoint('parts', name))
+    whole, parts = records.read_metrics('whole'), records.read_metrics('parts')
+    timed = ('seconds', 'images_per_second')
+    assert [{k: v for k, v in row.items() if k not in timed} for row in whole] == [
+        {k: v for k, v in row.items() if k not in timed} for row in parts
+    ]
+
+
+def test_the_same_command_after_the_end_says_so_and_evaluates(main, cpu):
+    flags = ['--epochs', '1', '--model_dir', 'm'] + cpu
+    first = main('train.py', *flags)
+    before = {name: open('m/' + name, 'rb').read() for name in os.listdir('m')}
+    again = main('train.py', *flags)
+    assert again.status == 0
+    assert 'nothing left to train: 1 epochs, 62 steps are done' in again.out
+    assert 'Epoch' not in again.out
+
+    def score(out):
+        return [line for line in out.splitlines() if line.startswith('valid/')]
+
+    assert score(first.out) == score(again.out) and len(score(first.out)) == 1
+    for name in before:
+        if name != 'train.log':
+            assert open('m/' + name, 'rb').read() == before[name], name
+
+
+def test_a_resume_keeps_the_thread_settings_of_the_run(main, cpu):
+    flags = ['--model_dir', 'm'] + cpu
+    assert main('train.py', '--max_steps', '1', *flags).status == 0
+    config = records.read_config('m')
+    config['threads'] = [2, 1]
+    records.write_whole('m/config.json', json.dumps(config))
+    assert main('train.py', '--max_steps', '2', *flags).status == 0
+    assert records.read_config('m')['threads'] == [2, 1]
+
+
+def test_evaluation_counts_every_image_once_for_any_number_of_towers(main, mnist):
+    valid = input_pipeline.Examples(*(a[:733] for a in mnist.valid))
+    train = input_pipeline.Examples(*(a[:640] for a in mnist.train))
+    os.mkdir('data')
+    for prefix, examples in (('train', train), ('t10k', valid)):
+        write_idx('data/%s-images-idx3-ubyte' % prefix, examples.images[..., 0])
+        write_idx('data/%s-labels-idx1-ubyte' % prefix, examples.labels)
+    flags = ['--device', 'cpu', '--data_dir', 'data', '--epochs', '1']
+    flags += ['--model_dir', 'm']
+    assert main('train.py', *flags).status == 0
+    accuracy = records.read_metrics('m')[0]['valid_acc']
+    assert accuracy * 733 == pytest.approx(round(accuracy * 733), abs=1e-9)
+    shown = set()
+    for towers in '1234':
+        done = main('train_multi_gpu.py', '--num_gpus', towers, *flags)
+        shown.update(n for n in done.out.splitlines() if n.startswith('valid/acc'))
+    assert len(shown) == 1, shown
+
+
+# Mistakes: one line, exit 2, nothing written
+
+
+def assert_refused(done, told):
+    assert done.status == 2
+    assert done.out == ''
+    assert done.err.startswith('ERROR: ') and told in done.err
+    assert done.err.count('\n') == 1 and done.err.endswith('\n')
+    assert files() == []
+
+
+@pytest.mark.parametrize(
+    'argv, told',
+    [
+        (['--num_gpus', '0'], '--num_gpus'),
+        (['--epochs', 'ten'], '--epochs'),
+        (['--stray'], '--stray'),
+        (['--device', 'gpu'], 'sees no GPU'),
+        (['--gpus', '0,1'], 'sees no GPU'),
+        (['--device', 'cpu', '--gpus', '0'], '--gpus'),
+        (['--data_dir', '/no/such/place'], '/no/such/place is not a directory'),
+        (['--data_dir', ROOT], 'has no train-images-idx3-ubyte'),
+        (['--batch_size', '1001', '--num_gpus', '2'], 'fits is 1000'),
+        (['--model_dir', ROOT + '/train.py'], 'train.py is not a directory'),
+        (['--model_dir', ROOT + '/train.py/x'], 'train.py is not a directory'),
+        (['--model_dir', '/proc/x'], '/proc'),
+    ],
+)
+def test_a_mistake_gets_one_line(main, monkeypatch, small_dir, argv, told):
+    monkeypatch.setattr(utils, 'visible_gpus', lambda: [])
+    argv = argv + ([] if '--data_dir' in argv else ['--data_dir', small_dir])
+    assert_refused(main('train_multi_gpu.py', *argv), told)
+
+
+def test_a_mistake_gets_one_line_in_a_process_of_its_own():
+    for script in ('train.py', 'train_multi_gpu.py'):
+        done = command(script, '--device', 'gpu', env=no_gpus())
+        assert_refused(done, '--device gpu: TensorFlow')
+
+
+def no_gpus():
+    return dict(os.environ, CUDA_VISIBLE_DEVICES='')
+
+
+def test_a_damaged_data_file_gets_one_line(main, small_dir, tmp_path_factory):
+    damaged = tmp_path_factory.mktemp('damaged') / 'data'
+    shutil.copytree(small_dir, str(damaged))
+    path = damaged / 't10k-images-idx3-ubyte'
+    path.write_bytes(path.read_bytes()[:-1])
+    done = main('train.py', '--device', 'cpu', '--data_dir', str(damaged))
+    assert_refused(done, 'found 392015')
+
+
+def test_another_configurations_model_dir_is_refused_by_flag(main, cpu):
+    flags = ['--model_dir', 'm', '--max_steps', '1'] + cpu
+    assert main('train.py', *flags).status == 0
+    before = files()
+    done = main('train.py', '--optimizer', 'sgd', *flags)
+    assert done.status == 2
+    assert 'm was trained with --optimizer adam, not sgd' in done.err
+    assert files() == before
+
+
+# Failures: the true cause first, exit 1
+
+
+def test_a_producers_own_error_ends_the_run(main, monkeypatch, cpu):
+    order = input_pipeline.epoch_order
+    monkeypatch.setattr(
+        input_pipeline, 'epoch_order', lambda *args: order(*args) + 1990
+    )
+    done = main('train_multi_gpu.py', '--num_gpus', '2', *cpu)
+    assert done.status == 1
+    assert done.err.startswith('ERROR: InvalidArgumentError: ')
+    assert 'is not in [0, 2000)' in done.err.splitlines()[0]
+    assert 'insufficient elements' not in done.err
+    assert len(threading.enumerate()) == 1
+
+
+def test_a_second_run_in_one_process_works(main, cpu):
+    for _ in range(2):
+        assert main('train_multi_gpu.py', '--max_steps', '2', *cpu).status == 0
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(main, cpu):
+    flags = ['--model_dir', 'm'] + cpu
+    for steps in ('5', '9'):
+        assert main('train.py', '--max_steps', steps, *flags).status == 0
+    path = 'm/model.ckpt-0-9.data-00000-of-00001'
+    data = np.fromfile(path, np.uint8)
+    data[len(data) // 2] ^= 1
+    data.tofile(path)
+    done = main('train.py', '--max_steps', '12', *flags)
+    assert done.status == 0
+    assert 'model.ckpt-0-9 is damaged' in done.err
+    assert 'continues from m/model.ckpt-0-5' in done.out

@@ -1,0 +1,128 @@
+"""Placement for GPUs, proven on machines without one.
+
+TensorFlow's GPU wheels register their GPU kernels whether or not there is a GPU: an
+op has one for its types, or the real session would refuse it (soft placement is off).
+"""
+
+import pytest
+
+import train
+import train_multi_gpu
+import training
+import utils
+from tests.conftest import make_flags
+from tf1 import tf
+
+GPU_KERNELS = pytest.importorskip('tensorflow.python.framework.kernels')
+
+
+def has_gpu_kernel(op):
+    """Whether the kernel registry has a GPU kernel for this op and its types."""
+    attributes = op.node_def.attr
+    for kernel in GPU_KERNELS.get_registered_kernels_for_op(op.type).kernel:
+        if (
+            kernel.device_type in ('GPU', 'DEFAULT')
+            and kernel.label == attributes['_kernel'].s.decode()
+            and all(
+                attributes[constraint.name].type in constraint.allowed_values.list.type
+                for constraint in kernel.constraint
+            )
+        ):
+            return True
+    return False
+
+
+@pytest.fixture
+def gpu_build():
+    if not any(
+        kernel.device_type == 'GPU'
+        for kernel in GPU_KERNELS.get_registered_kernels_for_op('Conv2D').kernel
+    ):
+        pytest.skip('this TensorFlow was built without GPU kernels')
+
+
+def build(script, devices, small, *argv):
+    flags = make_flags('--batch_size', '8', *argv)
+    job = script.build_job(flags, devices, small)
+    training.build_end_of_epoch(job.state)
+    tf.train.Saver()
+    return tf.get_default_graph().get_operations()
+
+
+def on_gpu(op):
+    return 'gpu' in op.device.lower()
+
+
+def test_the_proof_refuses_what_has_no_gpu_kernel(gpu_build):
+    with tf.device('/gpu:0'):
+        good = tf.constant([1.0]) + 1.0
+        string = tf.strings.join([tf.constant('a'), tf.constant('b')])
+        split = tf.split(tf.zeros([4], tf.uint8), 2)
+        counter = tf.Variable(0, dtype=tf.int32)
+    assert has_gpu_kernel(good.op)
+    for op in (string.op, split[0].op, counter.op):
+        assert not has_gpu_kernel(op), op.type
+
+
+@pytest.mark.parametrize('optimizer', utils.OPTIMIZERS)
+def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(gpu_build, small, optimizer):
+    devices = ['/gpu:%d' % i for i in range(4)]
+    ops = build(train_multi_gpu, devices, small, '--optimizer', optimizer)
+    placed = [op for op in ops if on_gpu(op)]
+    assert len(placed) > 400
+    wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
+    assert not wrong
+
+
+def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small):
+    ops = build(train, '/gpu:0', small)
+    placed = [op for op in ops if on_gpu(op)]
+    assert len(placed) > 100
+    wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
+    assert not wrong
+
+
+def test_each_towers_forward_and_backward_ops_are_on_its_gpu(small):
+    devices = ['/gpu:%d' % i for i in range(4)]
+    ops = build(train_multi_gpu, devices, small)
+    for tower in range(4):
+        here = [op for op in ops if op.name.startswith('tower_%d/' % tower)]
+        for kind in ('Conv2D', 'Conv2DBackpropFilter', 'MatMul', 'StatelessRandom'):
+            found = [op for op in here if op.type.startswith(kind)]
+            assert found, kind
+            for op in found:
+                assert op.device.lower().endswith('gpu:%d' % tower), op.name
+        assert 'Conv2DBackpropInput' in {op.type for op in here}
+
+
+def test_shared_things_are_on_the_cpu(small):
+    devices = ['/gpu:%d' % i for i in range(4)]
+    ops = build(train_multi_gpu, devices, small)
+    shared = ('Variable', 'Queue', 'FIFO', 'Apply', 'Assign', 'AddN', 'Save', 'Restore')
+    found = set()
+    for op in ops:
+        if op.type.startswith(shared):
+            # A colocated op has no device of its own: it follows its variable.
+            followed = [g for g in op.colocation_groups() if b'loc:@' in g]
+            named = [
+                tf.get_default_graph().get_operation_by_name(g[5:].decode())
+                for g in followed
+            ]
+            for place in [op] + named:
+                assert not on_gpu(place), '%s is on %s' % (op.name, place.device)
+            found.add(op.type)
+    assert {'VariableV2', 'FIFOQueueV2', 'QueueDequeueV2', 'ApplyAdam'} <= found
+
+
+def test_only_initial_values_are_left_to_the_placer(small):
+    ops = build(train_multi_gpu, ['/gpu:0', '/gpu:1'], small)
+    homeless = [
+        op.name for op in ops if not op.device and '/Initializer/' not in op.name
+    ]
+    assert not homeless
+
+
+def test_twelve_towers_build_and_run(run_steps):
+    values = run_steps(2, '--num_gpus', '12', '--batch_size', '4')
+    assert values['global_step'] == 2
+    assert values['training/epoch_images'] == 96

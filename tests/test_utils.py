@@ -1,0 +1,149 @@
+"""Flags and devices: what is refused, and in which words."""
+
+import subprocess
+import sys
+
+import pytest
+
+import utils
+from tests.conftest import ROOT, make_flags
+from tf1 import tf
+from utils import UserError
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    'argv, told',
+    [
+        (['--epochs', '0'], "--epochs: '0' is not a whole number of at least 1"),
+        (['--epochs', '-3'], '--epochs'),
+        (['--epochs', '1.5'], '--epochs'),
+        (['--epochs', '10000000'], 'at most 100000'),
+        (['--batch_size', '0'], '--batch_size'),
+        (['--batch_size', '1000000'], '--batch_size'),
+        (['--num_gpus', '0'], '--num_gpus'),
+        (['--num_gpus', '-1'], '--num_gpus'),
+        (['--num_gpus', '65'], '--num_gpus'),
+        (['--num_gpus', 'two'], '--num_gpus'),
+        (['--learning_rate', '0'], "--learning_rate: '0' is not a number above 0"),
+        (['--learning_rate', 'nan'], '--learning_rate'),
+        (['--learning_rate', 'inf'], '--learning_rate'),
+        (['--learning_rate', '-1'], '--learning_rate'),
+        (['--dropout', '1'], '--dropout'),
+        (['--dropout', '-0.1'], '--dropout'),
+        (['--dropout', 'nan'], '--dropout'),
+        (['--seed', '-1'], '--seed'),
+        (['--seed', '2147483648'], '--seed'),
+        (['--max_steps', '0'], '--max_steps'),
+        (['--optimizer', 'adagrad'], "invalid choice: 'adagrad'"),
+        (['--model', 'vgg'], '--model'),
+        (['--device', 'tpu'], '--device'),
+        (['--gpus', ''], '--gpus'),
+        (['--gpus', '0,0'], '--gpus'),
+        (['--gpus', '0,-1'], '--gpus'),
+        (['--gpus', '0;1'], '--gpus'),
+        (['--epoch', '3'], 'unrecognized arguments: --epoch 3'),
+        (['--no_progress', 'yes'], 'unrecognized arguments: yes'),
+        (['stray'], 'stray'),
+        (['--epochs'], '--epochs'),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(argv, told):
+    with pytest.raises(UserError) as error:
+        make_flags(*argv)
+    assert told in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+def test_the_defaults():
+    flags = make_flags()
+    assert (flags.epochs, flags.batch_size, flags.learning_rate) == (10, 32, 0.001)
+    assert (flags.optimizer, flags.model, flags.dropout) == ('adam', 'cnn', 0.4)
+    assert (flags.device, flags.num_gpus, flags.gpus) == ('auto', None, None)
+    assert (flags.seed, flags.max_steps, flags.model_dir) == (0, None, None)
+    assert not flags.no_progress and not flags.verbose
+
+
+def test_help_names_every_flag_on_lines_of_80_columns():
+    for script in ('train.py', 'train_multi_gpu.py'):
+        shown = subprocess.check_output(
+            [sys.executable, ROOT + '/' + script, '--help'],
+            universal_newlines=True,
+            env={'COLUMNS': '80', 'PATH': '/usr/bin:/bin'},
+        )
+        assert max(map(len, shown.splitlines())) <= 80
+        for name in vars(make_flags()):
+            expected = script != 'train.py' or name != 'num_gpus'
+            assert ('--%s ' % name in shown) == expected, name
+
+
+# Devices
+
+
+def gpus(count):
+    return lambda: ['/physical_device:GPU:%d' % i for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    'asked, visible, towers, numbers',
+    [
+        (dict(device='auto'), 0, ['/cpu:0'], []),
+        (dict(device='auto', num_gpus=2), 0, ['/cpu:0', '/cpu:1'], []),
+        (dict(device='auto'), 2, ['/gpu:0', '/gpu:1'], [0, 1]),
+        (dict(device='gpu'), 2, ['/gpu:0', '/gpu:1'], [0, 1]),
+        (dict(device='auto', num_gpus=1), 4, ['/gpu:0'], [0]),
+        (dict(device='auto', gpus=[2, 0]), 4, ['/gpu:0', '/gpu:1'], [2, 0]),
+        (dict(device='auto', gpus=[3], num_gpus=1), 4, ['/gpu:0'], [3]),
+        (dict(device='cpu'), 4, ['/cpu:0'], []),
+        (dict(device='cpu', num_gpus=3), 4, ['/cpu:0', '/cpu:1', '/cpu:2'], []),
+    ],
+)
+def test_devices_chosen(asked, visible, towers, numbers):
+    assert utils.choose_devices(find_gpus=gpus(visible), **asked) == (towers, numbers)
+
+
+@pytest.mark.parametrize(
+    'asked, visible, told',
+    [
+        (dict(device='auto', num_gpus=4), 2, 'asked for 4 GPUs, TensorFlow sees 2 ('),
+        (dict(device='gpu', num_gpus=4), 2, 'asked for 4 GPUs, TensorFlow sees 2 ('),
+        (dict(device='gpu'), 0, '--device gpu: TensorFlow'),
+        (dict(device='auto', gpus=[0]), 0, '--gpus: TensorFlow'),
+        (dict(device='auto', gpus=[0, 5]), 2, 'asked for GPU 5, TensorFlow sees 2 ('),
+        (dict(device='auto', gpus=[0, 1], num_gpus=1), 2, '--gpus names 2 GPUs'),
+        (dict(device='cpu', gpus=[0]), 2, 'not with --device cpu'),
+    ],
+)
+def test_devices_refused(asked, visible, told):
+    with pytest.raises(UserError) as error:
+        utils.choose_devices(find_gpus=gpus(visible), **asked)
+    assert told in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+def test_cpu_towers_do_not_look_for_gpus():
+    def must_not_look():
+        raise AssertionError('looked for GPUs')
+
+    utils.choose_devices('cpu', 2, find_gpus=must_not_look)
+
+
+def test_only_the_gpus_in_use_are_opened():
+    config = utils.session_config(utils.Devices(['/gpu:0', '/gpu:1'], [2, 0]), (0, 0))
+    assert config.gpu_options.visible_device_list == '2,0'
+    assert config.gpu_options.allow_growth
+    assert not config.allow_soft_placement
+    config = utils.session_config(utils.Devices(['/cpu:0', '/cpu:1'], []), (1, 2))
+    assert dict(config.device_count) == {'GPU': 0, 'CPU': 2}
+    assert not config.allow_soft_placement
+
+
+def test_the_variable_placer_knows_ref_and_resource_variables():
+    with utils.on_tower('/gpu:3', reuse=False):
+        ref = tf.get_variable('ref', [2], use_resource=False)
+        resource = tf.get_variable('resource', [2], use_resource=True)
+        total = tf.add(ref, resource)
+    assert 'cpu:0' in ref.device.lower()
+    assert 'cpu:0' in resource.device.lower()
+    assert 'gpu:3' in total.device.lower()
