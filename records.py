@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 
 import numpy as np
 
@@ -60,8 +61,13 @@ def _check_writable(model_dir):
         path = os.path.dirname(path)
     if not os.path.isdir(path):
         raise UserError('--model_dir %s: %s is not a directory' % (model_dir, path))
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError('--model_dir %s: no permission to write %s' % (model_dir, path))
+    try:  # permission bits tell nothing of a read-only disk, nor anything to root
+        os.rmdir(tempfile.mkdtemp(dir=path))
+    except OSError as error:
+        raise UserError(
+            '--model_dir %s: %s can not be written (%s)'
+            % (model_dir, path, error.strerror)
+        ) from None
 
 
 def open_model_dir(model_dir, config):

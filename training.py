@@ -275,13 +275,16 @@ def take_steps(step, steps, warm_up, bar, read_state):
 def open_bar(flags, steps_done, steps_left):
     """Returns a tqdm bar of one epoch: on a terminal only, a log file gets none."""
     tqdm.monitor_interval = 0  # its thread has nothing to do: we refresh by time
+    shown = sys.stderr.isatty() and not flags.no_progress
+    width = shown and os.get_terminal_size(sys.stderr.fileno()).columns
     return tqdm(
         total=steps_done + steps_left,
         initial=steps_done,
-        disable=flags.no_progress or not sys.stderr.isatty(),
+        disable=not shown,
         file=sys.stderr,
         ascii=True,
-        dynamic_ncols=True,
+        dynamic_ncols=width > 0,
+        ncols=None if width else 80,  # some terminals do not say how wide they are
         miniters=1,
         mininterval=0,
     )
@@ -380,12 +383,13 @@ def queue_runners(session):
     """
     coordinator = tf.train.Coordinator()
     threads = tf.train.start_queue_runners(session, coordinator)
+    starved = False
     try:
         yield
-    except tf.errors.OutOfRangeError as error:
-        coordinator.request_stop()
-        coordinator.join(threads)
-        raise RuntimeError('the input ended before the epoch did') from error
+    except tf.errors.OutOfRangeError:
+        starved = True
     finally:
         coordinator.request_stop()
         coordinator.join(threads)
+    if starved:
+        raise RuntimeError('the input ended before the epoch did')
