@@ -284,7 +284,8 @@ def open_bar(flags, steps_done, steps_left):
         file=sys.stderr,
         ascii=True,
         dynamic_ncols=width > 0,
-        ncols=None if width else 80,  # some terminals do not say how wide they are
+        ncols=None if width else 80,  # some terminals do not say how large they are
+        nrows=None if width else 24,
         miniters=1,
         mininterval=0,
     )
@@ -383,13 +384,16 @@ def queue_runners(session):
     """
     coordinator = tf.train.Coordinator()
     threads = tf.train.start_queue_runners(session, coordinator)
-    starved = False
+    cause = None
     try:
         yield
     except tf.errors.OutOfRangeError:
-        starved = True
+        cause = RuntimeError('the input ended before the epoch did')
     finally:
         coordinator.request_stop()
-        coordinator.join(threads)
-    if starved:
-        raise RuntimeError('the input ended before the epoch did')
+        try:
+            coordinator.join(threads)
+        except Exception as producers_own:
+            cause = producers_own
+    if cause:
+        raise cause from None
