@@ -83,7 +83,9 @@ def dropout_layers(rate, seed, tower, step):
 
     def dropout(x):
         key = tf.stack([seed + (tower << 32) + (next(layers) << 48), step])
-        kept = tf.random.stateless_uniform(tf.shape(x), key) >= rate
+        # XLA would draw other numbers, and a run other masks, with it than without.
+        with tf.xla.experimental.jit_scope(compile_ops=False):
+            kept = tf.random.stateless_uniform(tf.shape(x), key) >= rate
         return x * (tf.cast(kept, x.dtype) / (1 - rate))
 
     return dropout if rate else lambda x: x

@@ -39,7 +39,8 @@ def build_job(flags, device, data):
     )
     dropout = model.dropout_layers(flags.dropout, flags.seed, 0, state.global_step)
     images, labels = pipeline.batches[0]
-    with tf.device(device):
+    xla = utils.use_xla(flags.xla, [device])
+    with tf.device(device), tf.xla.experimental.jit_scope(compile_ops=xla):
         spec = build_model(images, labels, training=True, dropout=dropout)
         gradients = optimizer.compute_gradients(spec.loss)
     train_op = training.apply_gradients(

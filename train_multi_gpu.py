@@ -46,7 +46,10 @@ def build_job(flags, devices, data):
         flags.learning_rate, state, flags.epochs, pipeline.num_images
     )
     optimizer = training.create_optimizer(flags.optimizer, learning_rate)
-    specs, tower_grads = build_towers(devices, pipeline.batches, build_tower, optimizer)
+    xla = utils.use_xla(flags.xla, devices)
+    specs, tower_grads = build_towers(
+        devices, pipeline.batches, build_tower, optimizer, xla
+    )
     train_op = training.apply_gradients(
         optimizer, average_gradients(tower_grads), learning_rate, specs, state
     )
@@ -55,7 +58,7 @@ def build_job(flags, devices, data):
     return training.Job(state, learning_rate, train_op, pipeline, evaluation, feeds)
 
 
-def build_towers(devices, batches, build_tower, optimizer):
+def build_towers(devices, batches, build_tower, optimizer, xla=False):
     """Builds a tower per device; all share the variables that the first creates.
 
     Args:
@@ -63,6 +66,7 @@ def build_towers(devices, batches, build_tower, optimizer):
       batches: what each tower takes in, a list of tensors per tower.
       build_tower: (tower, *batch) -> `ModelSpec`.
       optimizer: a `tf.train.Optimizer`.
+      xla: whether XLA compiles the towers.
 
     Returns:
       (specs, tower_grads): per tower, its `ModelSpec` and what `compute_gradients`
@@ -70,7 +74,8 @@ def build_towers(devices, batches, build_tower, optimizer):
     """
     specs, tower_grads = [], []
     for tower, (device, batch) in enumerate(zip(devices, batches)):
-        with utils.on_tower(device, reuse=tower > 0), tf.name_scope('tower_%d' % tower):
+        place = utils.on_tower(device, tower > 0, xla)
+        with place, tf.name_scope('tower_%d' % tower):
             specs.append(build_tower(tower, *batch))
             # Inside the tower's scope, or all backward passes run on one device.
             tower_grads.append(optimizer.compute_gradients(specs[-1].loss))

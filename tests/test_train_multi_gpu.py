@@ -163,3 +163,12 @@ def test_the_reuse_of_towers_does_not_leak(small):
     train_multi_gpu.build_job(make_flags(), ['/cpu:0', '/cpu:0'], small)
     assert not tf.get_variable_scope().reuse
     tf.get_variable('later', [1])
+
+
+def test_xla_leaves_the_dropout_masks_as_they_are(run_steps):
+    flags = ['--num_gpus', '2', '--optimizer', 'sgd', '--xla']
+    off, on = (run_steps(3, *flags, choice) for choice in ('off', 'on'))
+    # Other masks would show in the second digit.
+    np.testing.assert_allclose(
+        on['training/loss_sum'], off['training/loss_sum'], rtol=1e-5
+    )

@@ -61,6 +61,7 @@ def test_the_defaults():
     assert (flags.epochs, flags.batch_size, flags.learning_rate) == (10, 32, 0.001)
     assert (flags.optimizer, flags.model, flags.dropout) == ('adam', 'cnn', 0.4)
     assert (flags.device, flags.num_gpus, flags.gpus) == ('auto', None, None)
+    assert flags.xla == 'auto'
     assert (flags.seed, flags.max_steps, flags.model_dir) == (0, None, None)
     assert not flags.no_progress and not flags.verbose
 
@@ -137,6 +138,15 @@ def test_only_the_gpus_in_use_are_opened():
     config = utils.session_config(utils.Devices(['/cpu:0', '/cpu:1'], []), (1, 2))
     assert dict(config.device_count) == {'GPU': 0, 'CPU': 2}
     assert not config.allow_soft_placement
+
+
+def test_xla_is_used_where_it_pays():
+    tensorflow_1 = tf.version.VERSION.startswith('1.')
+    assert utils.use_xla('auto', ['/cpu:0', '/cpu:1']) == tensorflow_1
+    assert not utils.use_xla('auto', ['/gpu:0'])
+    for towers in (['/cpu:0'], ['/gpu:0']):
+        assert utils.use_xla('on', towers)
+        assert not utils.use_xla('off', towers)
 
 
 def test_the_variable_placer_knows_ref_and_resource_variables():
