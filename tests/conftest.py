@@ -81,7 +81,8 @@ def run_steps(small):
     """A function that trains in this process and returns {variable name: value}."""
 
     def run_steps(steps, *argv, script=train_multi_gpu, data=small):
-        flags = make_flags('--device', 'cpu', *argv)
+        # Compiling takes longer than the few steps of a test.
+        flags = make_flags('--device', 'cpu', '--xla', 'off', *argv)
         devices = utils.choose_devices('cpu', flags.num_gpus)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             towers = devices.towers if script is train_multi_gpu else '/cpu:0'
