@@ -36,6 +36,6 @@ $(VENV)/train-installed: requirements.txt | $(VENV)/bin/pip
 	touch $@
 
 $(VENV)/test-installed: requirements-test.txt $(VENV)/train-installed
-	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements-test.txt
+	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt -r $<
 	$(VENV)/bin/pip check
 	touch $@

@@ -1,43 +1,110 @@
-"""Checkpoints of a model_dir: save, find, verify, restore.
+"""Checkpoints of a model_dir: save, find, verify, restore, keep the best.
 
-A checkpoint is named `model.ckpt-<epochs done>-<step>`. It holds the weights, the
-optimizer's slots and the training state, and nothing that depends on the number of
-towers.
+A checkpoint is named `model.ckpt-<epochs done>-<step>`: what it holds is a function
+of these two. It holds the weights, the optimizer's slots and the training state, and
+nothing that depends on the number of towers. The best one so far has a copy in
+`best/`.
 """
 
 import glob
 import os
 import re
+import shutil
 
 from tf1 import tf
 from utils import UserError, log
 
+NAME = re.compile(r'model\.ckpt-(\d+)-(\d+)\.index$')
+# What TensorFlow raises when it can't write: by errno, by file, by line.
+SAVE_ERRORS = (tf.errors.OpError, OSError, ValueError)
 
-def create_saver(keep=3):
-    """Returns a Saver of every global variable that keeps the last `keep` files."""
-    return tf.train.Saver(max_to_keep=keep, save_relative_paths=True)
+
+def create_saver():
+    """Returns a Saver of every global variable; `save` deletes old files itself.
+
+    Only so can a resumed run delete what an earlier one left, and not the best.
+    """
+    return tf.train.Saver(max_to_keep=0, save_relative_paths=True)
 
 
 def find(model_dir):
     """Returns the prefixes of the checkpoints in `model_dir`, newest first.
 
-    The `checkpoint` state file is not asked: it may be lost, or older than the
+    The `checkpoint` state file is not asked: it may be lost, empty, or older than the
     newest checkpoint after a kill.
     """
     found = []
-    for path in glob.glob(os.path.join(glob.escape(model_dir), 'model.ckpt-*.index')):
-        match = re.match(r'model\.ckpt-(\d+)-(\d+)\.index$', os.path.basename(path))
+    for path in _glob(model_dir, 'model.ckpt-*.index'):
+        match = NAME.match(os.path.basename(path))
         if match:
-            found.append(
-                (int(match.group(1)), int(match.group(2)), path[: -len('.index')])
-            )
+            epochs_done, step = map(int, match.groups())
+            found.append((epochs_done, step, path[: -len('.index')]))
     return [prefix for _, _, prefix in sorted(found, reverse=True)]
 
 
-def save(saver, session, model_dir, epochs_done, step):
-    """Saves everything under a name that no checkpoint has yet; returns it."""
-    prefix = os.path.join(model_dir, 'model.ckpt-%d-%d' % (epochs_done, step))
-    return saver.save(session, prefix, write_meta_graph=False)
+def save(saver, session, directory, epochs_done, step, keep):
+    """Saves everything, then deletes all but the last `keep` checkpoints.
+
+    A checkpoint of the same name is left as it is: it holds the same.
+
+    Args:
+      saver: what `create_saver` returned.
+      session: where the variables are.
+      directory: the model_dir, or its `best`.
+      epochs_done, step: where training stands.
+      keep: how many checkpoints stay.
+
+    Returns:
+      Whether it is saved. If not, an error says why, and the older checkpoints and
+      the state file are what they were.
+    """
+    prefix = os.path.join(directory, 'model.ckpt-%d-%d' % (epochs_done, step))
+    if prefix in find(directory):
+        return True
+    try:
+        os.makedirs(directory, exist_ok=True)
+        saver.save(session, prefix, write_meta_graph=False)
+    except SAVE_ERRORS as error:
+        remove_litter(directory)
+        log.error('%s is not saved: %s', prefix, _explain(error, directory))
+        return False
+    for old in find(directory)[keep:]:
+        _delete(old)
+    return True
+
+
+def _explain(error, directory):
+    text = str(error)
+    cause = re.search(r'No space left on device|File too large|Permission denied', text)
+    try:
+        free = '%d MB free' % (shutil.disk_usage(directory).free // 1e6)
+    except OSError as gone:
+        free = gone.strerror
+    return '%s (%s)' % (cause.group() if cause else text.splitlines()[0], free)
+
+
+def _delete(prefix):
+    # The index first: without it the rest is no checkpoint, at any moment.
+    for path in [prefix + '.index'] + _glob(*os.path.split(prefix + '.data-*')):
+        os.remove(path)
+
+
+def _glob(directory, pattern):
+    return sorted(glob.glob(os.path.join(glob.escape(directory), pattern)))
+
+
+def remove_litter(directory):
+    """Removes what a save that was cut short leaves; never part of a checkpoint."""
+    whole = find(directory)
+    litter = _glob(directory, '*.tempstate*') + _glob(directory, 'checkpoint.tmp*')
+    for path in _glob(directory, 'model.ckpt-*.data-*'):
+        if path.rpartition('.data-')[0] not in whole:
+            litter.append(path)
+    for path in litter:
+        try:
+            os.remove(path)
+        except OSError as error:
+            log.warning('%s: %s', path, error.strerror)
 
 
 def find_fault(prefix):
@@ -51,41 +118,75 @@ def find_fault(prefix):
         for name in reader.get_variable_to_shape_map():
             reader.get_tensor(name)
     except Exception as error:  # its type differs by TensorFlow line and fault
-        return str(error).splitlines()[0]
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
 
 def find_good(model_dir):
-    """Returns the prefix of the newest undamaged checkpoint, None without any.
+    """Finds the newest undamaged checkpoint; a warning names each damaged one.
 
-    Each damaged one is named in a warning.
+    Returns:
+      (prefix, damaged): its prefix, None if there has never been one; and the
+      prefixes of the damaged checkpoints that are newer.
 
     Raises:
-      UserError: there are checkpoints, and all of them are damaged.
+      UserError: there have been checkpoints, and none can be read.
     """
+    # Saver writes it after the first checkpoint is whole.
+    had_one = os.path.exists(os.path.join(model_dir, 'checkpoint'))
     prefixes = find(model_dir)
+    if had_one:
+        for path in _glob(model_dir, 'model.ckpt-*.data-*'):
+            prefix = path.rpartition('.data-')[0]
+            if prefix not in prefixes:
+                log.warning('%s has no .index, lost or never written: left out', prefix)
+    damaged = []
     for prefix in prefixes:
         fault = find_fault(prefix)
         if fault is None:
-            return prefix
-        log.warning('%s is damaged (%s): left out', prefix, fault)
-    if prefixes:
+            return prefix, damaged
+        log.warning('%s is damaged: left out (%s)', prefix, fault)
+        damaged.append(prefix)
+    if prefixes or had_one:
         raise UserError(
-            '%s: none of its %d checkpoints can be read; start anew in another '
-            '--model_dir' % (model_dir, len(prefixes))
+            '%s: no checkpoint in it can be read; bring one back, or start anew in '
+            'another --model_dir' % model_dir
         )
-    return None
+    return None, []
 
 
 def restore(saver, session, model_dir):
-    """Restores the newest undamaged checkpoint.
+    """Restores the newest undamaged checkpoint and clears the way for new ones.
+
+    Newer damaged ones are renamed to `damaged-...`, what kills left is removed.
 
     Returns:
-      Its prefix, or None if `model_dir` holds no checkpoint.
+      The prefix restored, None if `model_dir` has never held a checkpoint.
+
+    Raises:
+      UserError: none can be read, or it holds other variables than this model.
     """
-    prefix = find_good(model_dir)
+    prefix, damaged = find_good(model_dir)
     if prefix is not None:
+        _check_variables(prefix)
         saver.restore(session, prefix)
-        # A new Saver knows of no earlier files and would never delete them.
-        saver.recover_last_checkpoints(find(model_dir)[::-1])
+    for wrong in damaged:
+        for path in _glob(model_dir, os.path.basename(wrong) + '.*'):
+            os.rename(
+                path, os.path.join(model_dir, 'damaged-' + os.path.basename(path))
+            )
+    remove_litter(model_dir)
+    remove_litter(os.path.join(model_dir, 'best'))
     return prefix
+
+
+def _check_variables(prefix):
+    saved = tf.train.NewCheckpointReader(prefix).get_variable_to_shape_map()
+    built = {v.op.name: v.shape.as_list() for v in tf.global_variables()}
+    for name in sorted(set(saved) | set(built)):
+        if saved.get(name) != built.get(name):
+            raise UserError(
+                '%s is of another model: %s is %s there and %s here; give the flags '
+                'it was trained with, or another --model_dir'
+                % (prefix, name, saved.get(name, 'absent'), built.get(name, 'absent'))
+            )

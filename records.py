@@ -1,6 +1,8 @@
 """What a model_dir holds beside checkpoints: config.json, metrics.jsonl, train.log."""
 
+import contextlib
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -12,81 +14,152 @@ import numpy as np
 
 import utils
 from tf1 import tf
-from utils import UserError
+from utils import UserError, log
 
 # Flags that the variables of a checkpoint depend on.
-BINDING_FLAGS = ('model', 'optimizer')
+BINDING_FLAGS = {'model', 'optimizer'}
+# Flags that say nothing of the training itself.
+PASSING_FLAGS = {
+    'keep',
+    'max_minutes',
+    'max_steps',
+    'model_dir',
+    'no_progress',
+    'save_every_seconds',
+    'verbose',
+}
 
 
-def choose_model_dir(flags, towers):
-    """Returns the directory of the run, checked but not yet made.
+@contextlib.contextmanager
+def claim_model_dir(flags, towers):
+    """Makes the run's directory and keeps other runs out of it inside the block.
+
+    A directory that is still empty at the end of the block is removed again.
 
     Args:
       flags: what `utils.parse_flags` returned.
       towers: how many; part of a new directory's name.
 
+    Yields:
+      Its path.
+
     Raises:
-      UserError: `--model_dir` can't be written, or belongs to other variables.
+      UserError: `--model_dir` can't be written, is in use by another run, or belongs
+        to a run with other variables.
     """
-    model_dir = flags.model_dir
-    if model_dir is None:
-        name = '%s-%s-%d' % (
-            datetime.datetime.now().strftime('%Y%m%d-%H%M%S'),
-            flags.model,
-            towers,
-        )
-        model_dir = os.path.join('runs', name)
-        again = 2
-        while os.path.exists(model_dir):
-            model_dir = os.path.join('runs', '%s-run%d' % (name, again))
-            again += 1
-    _check_writable(model_dir)
-    saved = read_config(model_dir).get('flags', {})
-    differing = [
-        '--%s %s, not %s' % (name, saved[name], getattr(flags, name))
-        for name in BINDING_FLAGS
-        if name in saved and saved[name] != getattr(flags, name)
-    ]
-    if differing:
-        raise UserError(
-            '%s was trained with %s: give the same, or another --model_dir'
-            % (model_dir, ' and '.join(differing))
-        )
-    return model_dir
+    model_dir = flags.model_dir or _new_name(flags, towers)
+    made = _make_directories(model_dir)
+    directory = None
+    try:
+        directory = _lock(model_dir)
+        _check_flags(model_dir, flags)
+        yield model_dir
+    finally:
+        if directory is not None:
+            os.close(directory)
+        for path in made:
+            try:
+                os.rmdir(path)
+            except OSError:  # not empty
+                break
 
 
-def _check_writable(model_dir):
-    path = os.path.abspath(model_dir)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        raise UserError('--model_dir %s: %s is not a directory' % (model_dir, path))
-    try:  # permission bits tell nothing of a read-only disk, nor anything to root
+def _new_name(flags, towers):
+    name = '%s-%s-%d' % (
+        datetime.datetime.now().strftime('%Y%m%d-%H%M%S'),
+        flags.model,
+        towers,
+    )
+    path = os.path.join('runs', name)
+    again = 2
+    while os.path.exists(path):
+        path = os.path.join('runs', '%s-run%d' % (name, again))
+        again += 1
+    return path
+
+
+def _make_directories(path):
+    """Makes `path`, writable; returns the directories made, deepest first."""
+    missing = []
+    parent = os.path.abspath(path)
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    made = []
+    try:
+        for directory in reversed(missing):
+            os.mkdir(directory)
+            made.insert(0, directory)
+        # Permission bits tell nothing of a read-only disk, nor anything to root.
         os.rmdir(tempfile.mkdtemp(dir=path))
     except OSError as error:
+        for directory in made:
+            os.rmdir(directory)
         raise UserError(
-            '--model_dir %s: %s can not be written (%s)'
-            % (model_dir, path, error.strerror)
+            '--model_dir %s can not be written: %s' % (path, error.strerror)
         ) from None
+    return made
 
 
-def open_model_dir(model_dir, config):
-    """Makes the directory and its config.json, and starts to write its train.log."""
-    os.makedirs(model_dir, exist_ok=True)
-    write_whole(
-        os.path.join(model_dir, 'config.json'),
-        json.dumps(config, indent=2, sort_keys=True) + '\n',
-    )
+def _lock(model_dir):
+    """Locks the directory itself: no lock file, and no lock outlives its process."""
+    directory = os.open(model_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        raise UserError(
+            '%s is in use by another run: wait for it, or give another --model_dir'
+            % model_dir
+        ) from None
+    except OSError as error:
+        log.warning('%s can not be locked: %s', model_dir, error.strerror)
+    return directory
+
+
+def _check_flags(model_dir, flags):
+    """Refuses flags that the directory's variables don't fit; lists other changes."""
+    saved = read_config(model_dir).get('flags', {})
+    now = vars(flags)
+    changed = [
+        '--%s %s, not %s' % (name, saved[name], now[name])
+        for name in sorted(set(saved) & set(now) - PASSING_FLAGS)
+        if saved[name] != now[name]
+    ]
+    binding = [text for text in changed if text.split()[0][2:] in BINDING_FLAGS]
+    if binding:
+        raise UserError(
+            '%s was trained with %s: give the same, or another --model_dir'
+            % (model_dir, ' and '.join(binding))
+        )
+    if changed:
+        log.warning('%s was trained with %s so far', model_dir, ' and '.join(changed))
+
+
+def begin(model_dir, config):
+    """Writes config.json and starts to write train.log."""
+    write_config(model_dir, config)
     utils.log_to(os.path.join(model_dir, 'train.log'))
+
+
+def write_config(model_dir, config):
+    """Writes config.json."""
+    text = json.dumps(config, indent=2, sort_keys=True)
+    write_whole(os.path.join(model_dir, 'config.json'), text + '\n')
 
 
 def write_whole(path, text):
     """Writes a text file beside its place, then renames it into place."""
-    with open(path + '.new', 'w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + '.new', path)
+    try:
+        with open(path + '.new', 'w', encoding='utf-8') as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + '.new', path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.new')
+        raise
 
 
 # config.json
@@ -114,6 +187,14 @@ def describe(flags, devices, data, threads):
     }
 
 
+def continuing_command(model_dir):
+    """Returns the command line that goes on with this run."""
+    words = [sys.executable] + sys.argv
+    if '--model_dir' not in ' '.join(words):
+        words += ['--model_dir', model_dir]
+    return ' '.join(map(shlex.quote, words))
+
+
 def read_config(model_dir):
     """Returns the dict in `model_dir`'s config.json, {} if there is none yet.
 
@@ -123,7 +204,10 @@ def read_config(model_dir):
     path = os.path.join(model_dir, 'config.json')
     try:
         with open(path, encoding='utf-8') as file:
-            return json.load(file)
+            config = json.load(file)
+        if not isinstance(config, dict):
+            raise ValueError('not a JSON object')
+        return config
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -135,34 +219,37 @@ def read_config(model_dir):
 # metrics.jsonl
 
 
-def _metrics_path(model_dir):
-    return os.path.join(model_dir, 'metrics.jsonl')
+def read_metrics(model_dir, epochs_done):
+    """Returns the rows of metrics.jsonl, a dict per epoch, of the first epochs.
 
+    Later rows are of epochs that the restored checkpoint has not seen: a row is
+    written before its checkpoint, and a kill may come between the two.
 
-def read_metrics(model_dir):
-    """Returns the rows of metrics.jsonl, a dict per epoch; a torn last line is none."""
-    try:
-        with open(_metrics_path(model_dir), encoding='utf-8') as file:
-            return [json.loads(line) for line in file if line.endswith('}\n')]
-    except FileNotFoundError:
-        return []
-
-
-def append_metrics(model_dir, row):
-    """Adds one epoch's row."""
-    with open(_metrics_path(model_dir), 'a', encoding='utf-8') as file:
-        file.write(json.dumps(row) + '\n')
-
-
-def drop_metrics_after(model_dir, epochs_done):
-    """Drops the rows of epochs that the restored checkpoint has not seen.
-
-    A row is written before its checkpoint: a kill between the two leaves a row that
-    training will write again.
+    Args:
+      model_dir: the directory of the run.
+      epochs_done: how many epochs the restored checkpoint has seen.
     """
-    rows = read_metrics(model_dir)
-    kept = [row for row in rows if row['epoch'] <= epochs_done]
-    if len(kept) < len(rows) or rows:
-        write_whole(
-            _metrics_path(model_dir), ''.join(json.dumps(row) + '\n' for row in kept)
-        )
+    path = os.path.join(model_dir, 'metrics.jsonl')
+    rows = []
+    try:
+        with open(path, encoding='utf-8') as file:
+            for line in file:
+                row = json.loads(line)
+                if row['epoch'] <= epochs_done:
+                    rows.append(row)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning('%s is damaged after %d rows (%s)', path, len(rows), error)
+    return rows
+
+
+def write_metrics(model_dir, rows):
+    """Writes the rows of all epochs; returns whether that worked."""
+    path = os.path.join(model_dir, 'metrics.jsonl')
+    try:
+        write_whole(path, ''.join(json.dumps(row) + '\n' for row in rows))
+    except OSError as error:
+        log.error('%s is not written: %s', path, error.strerror)
+        return False
+    return True

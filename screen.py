@@ -33,9 +33,7 @@ def introduce(flags, config, restored, model_dir):
         'x'.join(map(str, data['image_shape'])),
         os.path.relpath(flags.data_dir),
     )
-    log.info(
-        'TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers)
-    )
+    log.info('TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers))
     log.info(
         'batch %d per tower x %s = %d; %d steps per epoch of %d images%s',
         flags.batch_size,
@@ -45,6 +43,15 @@ def introduce(flags, config, restored, model_dir):
         data['train_images'],
         ' (%d wait for another shuffle)' % rest if rest else '',
     )
+    if flags.schedule == 'cosine':
+        log.info(
+            'learning rate %g, as a cosine to 0 at the end of epoch %d: another --epochs '
+            'changes it from the start',
+            flags.learning_rate,
+            flags.epochs,
+        )
+    else:
+        log.info('learning rate %g, constant', flags.learning_rate)
     log.info('results go to %s', model_dir)
     if restored:
         log.info('continues from %s', restored)
@@ -77,3 +84,8 @@ def refresh(bar, done, state):
         refresh=False,
     )
     bar.update(bar.initial + done - bar.n)
+
+
+def log_valid(loss, accuracy):
+    """Shows a validation score."""
+    log.info('valid/acc: %.4f, valid/loss: %.4f', accuracy, loss)

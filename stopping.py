@@ -84,14 +84,14 @@ def _receive(number, frame):
 
 
 def _watch(reader, unblock):
-    first = _next_signal(reader)
-    if not first:
+    if not _next_signal(reader):
         return
     if not select.select([reader], [], [], PATIENCE_SECONDS)[0]:
         # It may itself hang, and a second signal must still be heard.
         threading.Thread(target=unblock, daemon=True).start()
-    if _next_signal(reader):
-        os._exit(128 + first)
+    second = _next_signal(reader)
+    if second:
+        os._exit(128 + second)
 
 
 def _next_signal(reader):

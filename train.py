@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import evaluation
 import input_pipeline
 import model
 import records
@@ -14,11 +15,11 @@ from tf1 import tf
 def main():
     flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=False)
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
-    model_dir = records.choose_model_dir(flags, towers=1)
-    data = input_pipeline.load(flags.data_dir)
-    with tf.Graph().as_default(), tf.device('/cpu:0'):
-        job = build_job(flags, devices.towers[0], data)
-        training.run(flags, devices, data, job, model_dir)
+    with records.claim_model_dir(flags, towers=1) as model_dir:
+        data = input_pipeline.load(flags.data_dir)
+        with tf.Graph().as_default(), tf.device('/cpu:0'):
+            job = build_job(flags, devices.towers[0], data)
+            training.run(flags, devices, data, job, model_dir)
 
 
 def build_job(flags, device, data):
@@ -28,8 +29,12 @@ def build_job(flags, device, data):
     pipeline, feeds = input_pipeline.build(
         data.train, flags.batch_size, 1, flags.seed, state
     )
-    learning_rate = training.cosine_learning_rate(
-        flags.learning_rate, state, flags.epochs, pipeline.num_images
+    learning_rate = training.learning_rate(
+        flags.learning_rate,
+        flags.schedule,
+        state,
+        flags.epochs,
+        pipeline.num_images,
     )
     optimizer = training.create_optimizer(flags.optimizer, learning_rate)
     build_model = functools.partial(
@@ -43,14 +48,13 @@ def build_job(flags, device, data):
     with tf.device(device), tf.xla.experimental.jit_scope(compile_ops=xla):
         spec = build_model(images, labels, training=True, dropout=dropout)
         gradients = optimizer.compute_gradients(spec.loss)
+        gradients, spec = training.check_finite(gradients, spec, tower=0)
     train_op = training.apply_gradients(
         optimizer, gradients, learning_rate, [spec], state
     )
-    evaluation, more_feeds = training.build_evaluation(
-        data.valid, [device], build_model
-    )
+    evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
     feeds.update(more_feeds)
-    return training.Job(state, learning_rate, train_op, pipeline, evaluation, feeds)
+    return training.Job(state, learning_rate, train_op, pipeline, evaluated, feeds)
 
 
 if __name__ == '__main__':

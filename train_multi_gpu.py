@@ -4,6 +4,7 @@ import functools
 import itertools
 import sys
 
+import evaluation
 import input_pipeline
 import model
 import records
@@ -16,11 +17,11 @@ from utils import log
 def main():
     flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=True)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
-    model_dir = records.choose_model_dir(flags, len(devices.towers))
-    data = input_pipeline.load(flags.data_dir)
-    with tf.Graph().as_default(), tf.device('/cpu:0'):
-        job = build_job(flags, devices.towers, data)
-        training.run(flags, devices, data, job, model_dir)
+    with records.claim_model_dir(flags, len(devices.towers)) as model_dir:
+        data = input_pipeline.load(flags.data_dir)
+        with tf.Graph().as_default(), tf.device('/cpu:0'):
+            job = build_job(flags, devices.towers, data)
+            training.run(flags, devices, data, job, model_dir)
 
 
 def build_job(flags, devices, data):
@@ -42,8 +43,12 @@ def build_job(flags, devices, data):
         )
         return build_model(images, labels, training=True, dropout=dropout)
 
-    learning_rate = training.cosine_learning_rate(
-        flags.learning_rate, state, flags.epochs, pipeline.num_images
+    learning_rate = training.learning_rate(
+        flags.learning_rate,
+        flags.schedule,
+        state,
+        flags.epochs,
+        pipeline.num_images,
     )
     optimizer = training.create_optimizer(flags.optimizer, learning_rate)
     xla = utils.use_xla(flags.xla, devices)
@@ -53,9 +58,9 @@ def build_job(flags, devices, data):
     train_op = training.apply_gradients(
         optimizer, average_gradients(tower_grads), learning_rate, specs, state
     )
-    evaluation, more_feeds = training.build_evaluation(data.valid, devices, build_model)
+    evaluated, more_feeds = evaluation.build(data.valid, devices, build_model)
     feeds.update(more_feeds)
-    return training.Job(state, learning_rate, train_op, pipeline, evaluation, feeds)
+    return training.Job(state, learning_rate, train_op, pipeline, evaluated, feeds)
 
 
 def build_towers(devices, batches, build_tower, optimizer, xla=False):
@@ -76,9 +81,12 @@ def build_towers(devices, batches, build_tower, optimizer, xla=False):
     for tower, (device, batch) in enumerate(zip(devices, batches)):
         place = utils.on_tower(device, tower > 0, xla)
         with place, tf.name_scope('tower_%d' % tower):
-            specs.append(build_tower(tower, *batch))
+            spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.
-            tower_grads.append(optimizer.compute_gradients(specs[-1].loss))
+            grads = optimizer.compute_gradients(spec.loss)
+            grads, spec = training.check_finite(grads, spec, tower)
+        tower_grads.append(grads)
+        specs.append(spec)
     return specs, tower_grads
 
 

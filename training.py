@@ -1,42 +1,48 @@
-"""What both scripts share: state, one update, evaluation, and the loop over epochs."""
+"""What both scripts share: state, one update, and the loop over epochs."""
 
 import collections
 import contextlib
+import functools
 import math
 import os
-import sys
+import re
 import time
 
-import numpy as np
-from tqdm import tqdm
-
 import checkpoints
+import evaluation
 import input_pipeline
 import records
+import screen
+import stopping
 import utils
 from tf1 import quiet_stderr, tf
-from utils import log
+from utils import RunFailed, RunStopped, log
 
 # Steps at the start of a process that images per second leave out.
 WARM_UP_STEPS = 10
 # Seconds between two refreshes of the bar; each reads the running sums.
 REFRESH_SECONDS = 0.25
-EVALUATION_BATCH = 250
+# How long the queue runners may take to end; they need milliseconds.
+GRACE_SECONDS = 2
 
 # Where training stands, as variables, so that a checkpoint holds it:
 # global_step: updates so far. epoch: epochs done. epoch_images: images of this epoch
-# consumed. loss_sum, correct: over these images.
+# consumed. loss_sum, correct: over these images. best_acc: of the epochs done.
 State = collections.namedtuple(
-    'State', 'global_step epoch epoch_images loss_sum correct'
+    'State', 'global_step epoch epoch_images loss_sum correct best_acc'
 )
-
-# start: scalar placeholder, first row. losses: float32, predictions: int64, both
-# [towers * EVALUATION_BATCH], for the rows from `start` on (the last row repeats).
-Evaluation = collections.namedtuple('Evaluation', 'start losses predictions examples')
 
 # What a script builds and `run` runs. feeds: for the initialisers.
 Job = collections.namedtuple(
     'Job', 'state learning_rate train_op pipeline evaluation feeds'
+)
+
+# accuracy: placeholder for the epoch's validation accuracy. op: the move.
+EndOfEpoch = collections.namedtuple('EndOfEpoch', 'accuracy op')
+
+# What the loop calls: functions of a session, each made once.
+Calls = collections.namedtuple(
+    'Calls', 'step read_state evaluate finish_epoch read_learning_rate save check'
 )
 
 
@@ -46,12 +52,12 @@ Job = collections.namedtuple(
 def create_state():
     """Creates the variables of `State`."""
 
-    def variable(name, dtype):
+    def variable(name, dtype, start=0):
         return tf.get_variable(
             'training/' + name,
             [],
             dtype,
-            initializer=tf.zeros_initializer(),
+            initializer=tf.constant_initializer(start),
             trainable=False,
         )
 
@@ -61,14 +67,24 @@ def create_state():
         variable('epoch_images', tf.int64),
         variable('loss_sum', tf.float64),
         variable('correct', tf.int64),
+        variable('best_acc', tf.float64, -1),
     )
 
 
-def cosine_learning_rate(base, state, epochs, num_images):
+def learning_rate(base, schedule, state, epochs, num_images):
     """Returns the learning rate, float32 scalar: a function of images seen only.
+
+    Args:
+      base: the rate of the first step.
+      schedule: 'cosine' falls to 0 over `epochs`; 'constant' stays.
+      state: the `State`.
+      epochs: of the whole run.
+      num_images: in one epoch.
 
     Source: Loshchilov and Hutter 2016, "SGDR", equation 5, without restarts.
     """
+    if schedule == 'constant':
+        return tf.constant(base, tf.float32)
     images_seen = state.epoch * num_images + state.epoch_images
     progress = tf.cast(images_seen, tf.float64) / (epochs * num_images)
     return tf.cast(base * 0.5 * (1 + tf.cos(math.pi * progress)), tf.float32)
@@ -112,46 +128,46 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state):
         )
 
 
-def build_evaluation(examples, devices, build_model):
-    """Builds the towers that evaluate; the model's variables must exist.
+def check_finite(grads_and_vars, spec, tower):
+    """Makes a step fail, before it updates anything, where a number is not finite.
 
     Args:
-      examples: `Examples` to evaluate on, n of them.
-      devices: a device string per tower.
-      build_model: (images, labels) -> `ModelSpec`, without dropout.
+      grads_and_vars: what `compute_gradients` gave for the tower.
+      spec: the tower's `ModelSpec`.
+      tower: its number.
 
     Returns:
-      (evaluation, feeds): an `Evaluation`, and the dict for the initialisers' run.
+      (grads_and_vars, spec), the same numbers, checked.
     """
-    with tf.name_scope('evaluation'):
-        with tf.device('/cpu:0'):
-            images, feed_images = input_pipeline.hold(examples.images, 'images')
-            labels, feed_labels = input_pipeline.hold(examples.labels, 'labels')
-            start = tf.placeholder(tf.int32, [], 'start')
-        specs = []
-        for tower, device in enumerate(devices):
-            with tf.device('/cpu:0'):
-                first = start + tower * EVALUATION_BATCH
-                rows = tf.range(EVALUATION_BATCH) + first
-                rows = tf.minimum(rows, len(examples.labels) - 1)
-                batch = tf.gather(images, rows), tf.gather(labels, rows)
-            with utils.on_tower(device, reuse=True):
-                specs.append(build_model(*batch))
-        with tf.device('/cpu:0'):
-            losses = tf.concat([spec.losses for spec in specs], axis=0)
-            predictions = tf.concat([spec.predictions for spec in specs], axis=0)
-    evaluation = Evaluation(start, losses, predictions, examples)
-    return evaluation, {**feed_images, **feed_labels}
+
+    def check(tensor, what):
+        return tf.debugging.check_numerics(tensor, 'tower %d: %s' % (tower, what))
+
+    def check_gradient(gradient, variable):
+        what = 'the gradient of %s' % variable.op.name
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                check(gradient.values, what), gradient.indices, gradient.dense_shape
+            )
+        return gradient if gradient is None else check(gradient, what)
+
+    # XLA would compile the checks away.
+    with tf.xla.experimental.jit_scope(compile_ops=False):
+        spec = spec._replace(losses=check(spec.losses, 'the loss'))
+        return [(check_gradient(g, v), v) for g, v in grads_and_vars], spec
 
 
 def build_end_of_epoch(state):
-    """Returns the op that moves the state to the start of the next epoch."""
-    return tf.group(
+    """Builds what moves the state to the start of the next epoch: an `EndOfEpoch`."""
+    accuracy = tf.placeholder(tf.float64, [], 'accuracy')
+    op = tf.group(
         state.epoch.assign_add(1),
         state.epoch_images.assign(0),
         state.loss_sum.assign(0),
         state.correct.assign(0),
+        state.best_acc.assign(tf.maximum(state.best_acc, accuracy)),
     )
+    return EndOfEpoch(accuracy, op)
 
 
 # Running
@@ -165,39 +181,89 @@ def run(flags, devices, data, job, model_dir):
       devices: the `utils.Devices` the graph was built for.
       data: the `DataSet`.
       job: the `Job`, in the default graph.
-      model_dir: what `records.choose_model_dir` returned.
+      model_dir: what `records.claim_model_dir` yields.
 
     Raises:
-      UserError: all checkpoints in `model_dir` are damaged.
+      UserError: no checkpoint in `model_dir` can be read, or they don't fit.
+      RunStopped: by a signal or `--max_minutes`; everything is saved.
+      RunFailed: a number is not finite, or the last save failed.
     """
     saver = checkpoints.create_saver()
-    end_epoch = build_end_of_epoch(job.state)
+    end_of_epoch = build_end_of_epoch(job.state)
     initialise = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+    runners = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
+    close_queues = [runner.cancel_op for runner in runners]
     tf.get_default_graph().finalize()
 
     threads = records.read_config(model_dir).get('threads')
     threads = threads or utils.choose_threads(devices.towers)
-    with open_session(devices, threads) as session:
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(open_session(devices, threads))
+        stack.enter_context(stopping.signals(lambda: session.run(close_queues)))
         session.run(initialise, job.feeds)
         restored = checkpoints.restore(saver, session, model_dir)
         session.run(job.pipeline.start)
         config = records.describe(flags, devices, data, threads)
-        records.open_model_dir(model_dir, config)
-        introduce(flags, config, restored, model_dir)
-        with queue_runners(session):
-            train(session, flags, job, saver, end_epoch, model_dir)
+        records.begin(model_dir, config)
+        screen.introduce(flags, config, restored, model_dir)
+        stack.enter_context(queue_runners(session))
+        train(
+            flags, job, make_calls(session, saver, job, end_of_epoch, flags), model_dir
+        )
+
+
+def make_calls(session, saver, job, end_of_epoch, flags):
+    """Returns the `Calls` of a run."""
+    deadline = stopping.find_deadline(flags.max_minutes)
+    check = functools.partial(stopping.check, deadline)
+    read = session.make_callable(list(job.state))
+
+    def save(directory, state, keep=flags.keep):
+        return checkpoints.save(
+            saver, session, directory, state.epoch, state.global_step, keep
+        )
+
+    return Calls(
+        step=session.make_callable(job.train_op),
+        read_state=lambda: State(*read()),
+        evaluate=evaluation.make_evaluate(session, job.evaluation, check),
+        finish_epoch=session.make_callable(end_of_epoch.op, [end_of_epoch.accuracy]),
+        read_learning_rate=session.make_callable(job.learning_rate),
+        save=save,
+        check=check,
+    )
+
+
+def train(flags, job, calls, model_dir):
+    """Runs the epochs that are left; what ends them early is saved and told."""
+    try:
+        saved = run_epochs(flags, job, calls, model_dir)
+    except tf.errors.OutOfRangeError:
+        calls.check()  # the queues were closed to let a signal through
+        raise
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
+        if not found:
+            raise
+        raise RunFailed(
+            'step %d, %s has %s values; the checkpoints are from before it'
+            % (calls.read_state().global_step + 1, found.group(1), found.group(2))
+        ) from None
+    except RunStopped as stopped:
+        save_stopped(stopped, calls, model_dir)
+        raise
+    if not saved:
+        raise RunFailed('the last save failed: %s lacks what came after' % model_dir)
     log.info('results: %s', model_dir)
 
 
-def train(session, flags, job, saver, end_epoch, model_dir):
-    """Runs the epochs that are left; each is evaluated, recorded and saved."""
-    step = session.make_callable(job.train_op)
-    read_state = session.make_callable(list(job.state))
-    evaluate = make_evaluate(session, job.evaluation)
+def run_epochs(flags, job, calls, model_dir):
+    """Trains, evaluates, records and saves; returns whether the last save worked."""
+    now = calls.read_state()
+    rows = records.read_metrics(model_dir, now.epoch)
+    records.write_metrics(model_dir, rows)
     last_step = flags.max_steps or math.inf
-
-    now = State(*read_state())
-    records.drop_metrics_after(model_dir, now.epoch)
+    saved = True
     if now.epoch >= flags.epochs or now.global_step >= last_step:
         log.info(
             'nothing left to train: %d epochs, %d steps are done; --epochs and '
@@ -205,165 +271,117 @@ def train(session, flags, job, saver, end_epoch, model_dir):
             now.epoch,
             now.global_step,
         )
-        log_valid(*evaluate())
+        screen.log_valid(*calls.evaluate())
     warm_up = WARM_UP_STEPS
     while now.epoch < flags.epochs and now.global_step < last_step:
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
-        steps_done, steps_left = input_pipeline.count_steps(
-            job.pipeline, now.epoch_images
-        )
-        steps = min(steps_left, last_step - now.global_step)
-        with open_bar(flags, steps_done, steps_left) as bar:
-            steps_per_second = take_steps(step, steps, warm_up, bar, read_state)
+        done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
+        steps = min(left, last_step - now.global_step)
+        with screen.open_bar(flags, done, left) as bar:
+            between = make_between(flags, calls, bar, steps, model_dir)
+            steps_per_second = take_steps(calls.step, steps, warm_up, between)
         warm_up = 0
 
-        now = State(*read_state())
+        now = calls.read_state()
         train_loss = now.loss_sum / now.epoch_images
         train_acc = now.correct / now.epoch_images
         log.info('train/acc: %.4f, train/loss: %.4f', train_acc, train_loss)
-        valid_loss, valid_acc = evaluate()
-        log_valid(valid_loss, valid_acc)
+        valid_loss, valid_acc = calls.evaluate()
+        screen.log_valid(valid_loss, valid_acc)
         speed = steps_per_second and steps_per_second * job.pipeline.global_batch
         if speed:
             log.info('speed: %.0f images/s', speed)
-        if steps < steps_left:
+        if steps < left:
             log.info('--max_steps %d ends the run inside this epoch', last_step)
-        else:
-            row = collections.OrderedDict(
+            saved = calls.save(model_dir, now)
+            break
+        rows.append(
+            collections.OrderedDict(
                 epoch=int(now.epoch) + 1,
                 step=int(now.global_step),
                 train_loss=float(train_loss),
                 train_acc=float(train_acc),
                 valid_loss=valid_loss,
                 valid_acc=valid_acc,
-                learning_rate=float(session.run(job.learning_rate)),
+                learning_rate=float(calls.read_learning_rate()),
                 images_per_second=speed,
                 seconds=time.time() - began,
             )
-            records.append_metrics(model_dir, row)
-            session.run(end_epoch)
-            now = State(*read_state())
-        checkpoints.save(saver, session, model_dir, now.epoch, now.global_step)
+        )
+        saved = finish_epoch(calls, model_dir, rows, is_best=valid_acc > now.best_acc)
+        now = calls.read_state()
+    return saved
 
 
-def take_steps(step, steps, warm_up, bar, read_state):
-    """Runs `steps` steps and keeps the bar up to date.
+def finish_epoch(calls, model_dir, rows, is_best):
+    """Records and saves an epoch; returns whether that worked.
+
+    The row and the best checkpoint come first: after a kill in between, the epoch is
+    trained again, to the same bits, and both are found as they would be written.
+    """
+    calls.finish_epoch(rows[-1]['valid_acc'])
+    recorded = records.write_metrics(model_dir, rows)
+    now = calls.read_state()
+    if is_best:
+        recorded &= calls.save(os.path.join(model_dir, 'best'), now, keep=1)
+    return calls.save(model_dir, now) and recorded
+
+
+def save_stopped(stopped, calls, model_dir):
+    """Saves where the run was stopped and says how to go on."""
+    now = calls.read_state()
+    if not calls.save(model_dir, now):
+        raise RunFailed('%s, and the last save failed' % stopped) from None
+    log.info('%s: saved in epoch %d, step %d', stopped, now.epoch + 1, now.global_step)
+    log.info('to go on: %s', records.continuing_command(model_dir))
+
+
+def take_steps(step, steps, warm_up, between):
+    """Runs `steps` steps.
+
+    Args:
+      step: () runs one.
+      steps: how many.
+      warm_up: how many of the first ones don't count for the speed.
+      between: (steps done) -> seconds, called after each step: how long it took for
+        what is no training.
 
     Returns:
-      Steps per second of those after the first `warm_up`, None if no step was run.
+      Steps per second, None if no step was run.
     """
     if not steps:
         return None
     warm_up = min(warm_up, steps - 1)
-    refresh_at = math.inf if bar.disable else 0
-    began = time.perf_counter()
+    began, away = time.perf_counter(), 0.0
     for done in range(1, steps + 1):
         step()
-        now = time.perf_counter()
+        away += between(done)
         if done == warm_up:
-            began = now
-        if now >= refresh_at:
-            refresh(bar, done, State(*read_state()))
+            began, away = time.perf_counter(), 0.0
+    return (steps - warm_up) / (time.perf_counter() - began - away)
+
+
+def make_between(flags, calls, bar, steps, model_dir):
+    """Returns what is done after each of `steps` steps: signals, the bar, saves."""
+    refresh_at = math.inf if bar.disable else 0
+    save_at = time.perf_counter() + flags.save_every_seconds
+
+    def between(done):
+        nonlocal refresh_at, save_at
+        calls.check()
+        now = time.perf_counter()
+        if now >= refresh_at or (done == steps and not bar.disable):
+            screen.refresh(bar, done, calls.read_state())
             refresh_at = now + REFRESH_SECONDS
-    steps_per_second = (steps - warm_up) / (now - began)
-    if not bar.disable:
-        refresh(bar, steps, State(*read_state()))
-    return steps_per_second
+        if now < save_at:
+            return 0.0
+        calls.save(model_dir, calls.read_state())
+        saved_at = time.perf_counter()
+        save_at = saved_at + flags.save_every_seconds
+        return saved_at - now
 
-
-def open_bar(flags, steps_done, steps_left):
-    """Returns a tqdm bar of one epoch: on a terminal only, a log file gets none."""
-    tqdm.monitor_interval = 0  # its thread has nothing to do: we refresh by time
-    shown = sys.stderr.isatty() and not flags.no_progress
-    width = shown and os.get_terminal_size(sys.stderr.fileno()).columns
-    return tqdm(
-        total=steps_done + steps_left,
-        initial=steps_done,
-        disable=not shown,
-        file=sys.stderr,
-        ascii=True,
-        dynamic_ncols=width > 0,
-        ncols=None if width else 80,  # some terminals do not say how large they are
-        nrows=None if width else 24,
-        miniters=1,
-        mininterval=0,
-    )
-
-
-def refresh(bar, done, state):
-    """Shows the epoch's means over all towers after `done` steps of this run."""
-    bar.set_postfix(
-        train_acc='%.3f' % (state.correct / state.epoch_images),
-        train_loss='%.3f' % (state.loss_sum / state.epoch_images),
-        refresh=False,
-    )
-    bar.update(bar.initial + done - bar.n)
-
-
-def log_valid(loss, accuracy):
-    log.info('valid/acc: %.4f, valid/loss: %.4f', accuracy, loss)
-
-
-def make_evaluate(session, evaluation):
-    """Returns a function () -> (mean loss, accuracy) over all examples, floats.
-
-    Losses and predictions are reduced here in the examples' order: the same score
-    for any number of towers.
-    """
-    labels = evaluation.examples.labels
-    read = session.make_callable(
-        [evaluation.losses, evaluation.predictions], feed_list=[evaluation.start]
-    )
-    rows = evaluation.losses.shape.as_list()[0]
-
-    def evaluate():
-        parts = [read(start) for start in range(0, len(labels), rows)]
-        losses, predictions = (
-            np.concatenate(part)[: len(labels)] for part in zip(*parts)
-        )
-        loss = losses.mean(dtype=np.float64)
-        return float(loss), float((predictions == labels).mean())
-
-    return evaluate
-
-
-def introduce(flags, config, restored, model_dir):
-    """Says in a few lines what will be trained, on what, and where results go."""
-    towers, gpus = config['devices']['towers'], config['devices']['gpus']
-    data = config['data']
-    global_batch = flags.batch_size * len(towers)
-    steps, rest = divmod(data['train_images'], global_batch)
-    if flags.device == 'auto' and not gpus:
-        log.warning(
-            'TensorFlow sees no GPU: training on the CPU, %s on %s',
-            utils.count(len(towers), 'tower'),
-            utils.count(utils.count_cores(), 'core'),
-        )
-    log.info(
-        'model %s: %d parameters, %d classes; %d training and %d validation images '
-        'of %s from %s',
-        flags.model,
-        sum(v.shape.num_elements() for v in tf.trainable_variables()),
-        data['num_classes'],
-        data['train_images'],
-        data['valid_images'],
-        'x'.join(map(str, data['image_shape'])),
-        os.path.relpath(flags.data_dir),
-    )
-    log.info('TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers))
-    log.info(
-        'batch %d per tower x %s = %d; %d steps per epoch of %d images%s',
-        flags.batch_size,
-        utils.count(len(towers), 'tower'),
-        global_batch,
-        steps,
-        data['train_images'],
-        ' (%d wait for another shuffle)' % rest if rest else '',
-    )
-    log.info('results go to %s', model_dir)
-    if restored:
-        log.info('continues from %s', restored)
+    return between
 
 
 @contextlib.contextmanager
@@ -387,13 +405,18 @@ def queue_runners(session):
     cause = None
     try:
         yield
-    except tf.errors.OutOfRangeError:
-        cause = RuntimeError('the input ended before the epoch did')
-    finally:
-        coordinator.request_stop()
-        try:
-            coordinator.join(threads)
-        except Exception as producers_own:
+    except Exception as error:
+        cause = error
+    coordinator.request_stop()
+    try:
+        coordinator.join(threads, stop_grace_period_secs=GRACE_SECONDS)
+    except Exception as producers_own:
+        if cause is None or isinstance(cause, tf.errors.OutOfRangeError):
             cause = producers_own
-    if cause:
+    if any(thread.is_alive() for thread in threads):
+        # A thread stuck in a kernel: closing the session would wait for it for ever.
+        utils.leave(cause)
+    if isinstance(cause, tf.errors.OutOfRangeError):
+        raise RunFailed('the input ended before the epoch did') from None
+    if cause is not None:
         raise cause from None

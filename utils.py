@@ -4,8 +4,10 @@ import argparse
 import collections
 import contextlib
 import logging
+import logging.handlers
 import math
 import os
+import signal
 import sys
 import traceback
 
@@ -19,6 +21,18 @@ OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
 
 class UserError(Exception):
     """A mistake of the user's: its text is the one line that is shown, exit 2."""
+
+
+class RunStopped(Exception):
+    """A signal or the time limit ends the run; `status` is the process's."""
+
+    def __init__(self, reason, status):
+        super().__init__(reason)
+        self.status = status
+
+
+class RunFailed(Exception):
+    """The run can't go on; its text is the cause and needs no traceback, exit 1."""
 
 
 # Flags
@@ -109,6 +123,24 @@ def parse_flags(description, networks, towers, argv=None):
         help='of initial weights, order of images and dropout (default: 0)',
     )
 
+    run.add_argument(
+        '--max_minutes',
+        type=number(float, 0, 1e6, above=True),
+        help='save and stop before the process is this old (default: no limit)',
+    )
+    run.add_argument(
+        '--save_every_seconds',
+        type=number(float, 0, 1e9, above=True),
+        default=300,
+        help='save this often within an epoch too (default: 300)',
+    )
+    run.add_argument(
+        '--keep',
+        type=number(int, 1, 100000),
+        default=3,
+        help='how many of the last checkpoints stay (default: 3)',
+    )
+
     training = parser.add_argument_group('model and training')
     training.add_argument(
         '--model',
@@ -138,7 +170,14 @@ def parse_flags(description, networks, towers, argv=None):
         '--learning_rate',
         type=number(float, 0, 100, above=True),
         default=0.001,
-        help='of the first step; falls to 0 as a cosine over --epochs (default: 0.001)',
+        help='of the first step (default: 0.001)',
+    )
+    training.add_argument(
+        '--schedule',
+        choices=('cosine', 'constant'),
+        default='cosine',
+        help='the learning rate falls to 0 as a cosine over --epochs, or stays '
+        '(default: cosine)',
     )
 
     devices = parser.add_argument_group('devices')
@@ -341,31 +380,68 @@ def set_up_logging():
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setLevel(logging.WARNING)
     warnings.setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
-    log.handlers[:] = [results, warnings]
+    # What is said before there is a train.log, for train.log.
+    held = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
+    log.handlers[:] = [results, warnings, held]
+    logging.raiseExceptions = False  # a full disk under train.log must not end a run
 
 
 def log_to(path):
-    """Adds every line shown from here on, with its time, to the file `path`."""
+    """Writes every line shown, earlier ones too, with its time to the file `path`."""
     handler = logging.FileHandler(path, encoding='utf-8')
     handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    held = log.handlers.pop()
+    held.setTarget(handler)
+    held.close()
     log.addHandler(handler)
 
 
-def run_main(main):
-    """Runs `main()` and returns the exit status of the process.
+def report(error):
+    """Tells what ended the run; returns the exit status of the process.
 
     0: done. 1: failed; the cause comes first, its traceback after it. 2: a mistake
-    of the user's, told in one line.
+    of the user's, told in one line. 130 and 143: stopped by Ctrl-C or SIGTERM.
     """
+    if error is None:
+        return 0
+    if isinstance(error, RunStopped):
+        return error.status
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, UserError):
+        log.error('%s', error)
+        return 2
+    if isinstance(error, RunFailed):
+        log.error('%s', error)
+        return 1
+    cause = (str(error).strip() or '(no message)').splitlines()[0]
+    log.error('%s: %s', type(error).__name__, cause)
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    log.error('%s', ''.join(lines))
+    return 1
+
+
+def leave(error):
+    """Ends the process at once, whatever its threads are doing."""
+    status = report(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def run_main(main):
+    """Runs `main()`, reports what ends it, and returns the exit status."""
     set_up_logging()
+    before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
         main()
         return 0
-    except UserError as error:
-        log.error('%s', error)
-        return 2
-    except Exception as error:
-        cause = (str(error).strip() or '(no message)').splitlines()[0]
-        log.error('%s: %s', type(error).__name__, cause)
-        log.error('%s', traceback.format_exc())
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_stopped(number, frame):
+    del frame
+    raise RunStopped('stopped by SIGTERM', 128 + number)

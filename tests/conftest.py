@@ -3,7 +3,9 @@
 import collections
 import contextlib
 import gzip
+import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -149,3 +151,31 @@ def assert_same_bits(one, other):
     assert sorted(one) == sorted(other)
     differing = [n for n in one if one[n].tobytes() != other[n].tobytes()]
     assert not differing, 'these differ: %s' % differing
+
+
+def read_metrics(model_dir):
+    """Returns the rows of metrics.jsonl."""
+    with open(os.path.join(str(model_dir), 'metrics.jsonl')) as file:
+        return [json.loads(line) for line in file]
+
+
+def without_times(rows):
+    """The rows of metrics.jsonl without what no two runs share."""
+    timed = ('seconds', 'images_per_second')
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def files(directory='.'):
+    """Returns the paths of all files below a directory, relative to it."""
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), str(directory))
+        for parent, _, names in os.walk(str(directory))
+        for name in names
+    )
+
+
+def read_files(directory):
+    """Returns {path: bytes} of all files below a directory."""
+    return {
+        name: pathlib.Path(directory, name).read_bytes() for name in files(directory)
+    }
