@@ -45,8 +45,8 @@ def introduce(flags, config, restored, model_dir):
     )
     if flags.schedule == 'cosine':
         log.info(
-            'learning rate %g, as a cosine to 0 at the end of epoch %d: another --epochs '
-            'changes it from the start',
+            'learning rate %g, falling as a cosine to 0 over %d epochs: with another '
+            '--epochs it is another',
             flags.learning_rate,
             flags.epochs,
         )
