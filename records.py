@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -16,8 +17,8 @@ import utils
 from tf1 import tf
 from utils import UserError, log
 
-# Flags that the variables of a checkpoint depend on.
-BINDING_FLAGS = {'model', 'optimizer'}
+# Flags that a checkpoint's variables, or the order of its images, depend on.
+BINDING_FLAGS = {'model', 'optimizer', 'seed'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
     'keep',
@@ -47,8 +48,10 @@ def claim_model_dir(flags, towers):
       UserError: `--model_dir` can't be written, is in use by another run, or belongs
         to a run with other variables.
     """
-    model_dir = flags.model_dir or _new_name(flags, towers)
-    made = _make_directories(model_dir)
+    if flags.model_dir is None:
+        model_dir, made = _make_new(flags, towers)
+    else:
+        model_dir, made = flags.model_dir, _make_directories(flags.model_dir)
     directory = None
     try:
         directory = _lock(model_dir)
@@ -64,22 +67,21 @@ def claim_model_dir(flags, towers):
                 break
 
 
-def _new_name(flags, towers):
-    name = '%s-%s-%d' % (
-        datetime.datetime.now().strftime('%Y%m%d-%H%M%S'),
-        flags.model,
-        towers,
-    )
-    path = os.path.join('runs', name)
-    again = 2
-    while os.path.exists(path):
-        path = os.path.join('runs', '%s-run%d' % (name, again))
-        again += 1
-    return path
+def _make_new(flags, towers):
+    """Makes a directory that no other run has; returns it as `_make_directories`."""
+    now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+    name = '%s-%s-%d' % (now, flags.model, towers)
+    for again in itertools.count(1):
+        path = os.path.join('runs', name if again == 1 else '%s-%d' % (name, again))
+        made = _make_directories(path)
+        if made:
+            return path, made
 
 
 def _make_directories(path):
     """Makes `path`, writable; returns the directories made, deepest first."""
+    if not path:
+        raise UserError('--model_dir is empty: name a directory')
     missing = []
     parent = os.path.abspath(path)
     while not os.path.lexists(parent):
@@ -137,15 +139,17 @@ def _check_flags(model_dir, flags):
 
 
 def begin(model_dir, config):
-    """Writes config.json and starts to write train.log."""
-    write_config(model_dir, config)
-    utils.log_to(os.path.join(model_dir, 'train.log'))
+    """Writes config.json and starts to write train.log.
 
-
-def write_config(model_dir, config):
-    """Writes config.json."""
+    Raises:
+      UserError: one of them can't be written.
+    """
     text = json.dumps(config, indent=2, sort_keys=True)
-    write_whole(os.path.join(model_dir, 'config.json'), text + '\n')
+    try:
+        utils.log_to(os.path.join(model_dir, 'train.log'))
+        write_whole(os.path.join(model_dir, 'config.json'), text + '\n')
+    except OSError as error:
+        raise UserError('%s: %s' % (error.filename, error.strerror)) from None
 
 
 def write_whole(path, text):
@@ -167,23 +171,27 @@ def write_whole(path, text):
 
 def describe(flags, devices, data, threads):
     """Returns what config.json says of a run."""
-    images = data.train.images
     return {
         'command': ' '.join(map(shlex.quote, [sys.executable] + sys.argv)),
         'flags': vars(flags),
         'devices': {'towers': devices.towers, 'gpus': devices.gpus},
         'threads': list(threads),
-        'data': {
-            'train_images': len(images),
-            'valid_images': len(data.valid.images),
-            'image_shape': list(images.shape[1:]),
-            'num_classes': data.num_classes,
-        },
+        'data': describe_data(data),
         'versions': {
             'python': platform.python_version(),
             'tensorflow': tf.version.VERSION,
             'numpy': np.__version__,
         },
+    }
+
+
+def describe_data(data):
+    """Returns what config.json says of a `DataSet`."""
+    return {
+        'train_images': len(data.train.images),
+        'valid_images': len(data.valid.images),
+        'image_shape': list(data.train.images.shape[1:]),
+        'num_classes': data.num_classes,
     }
 
 
@@ -205,8 +213,7 @@ def read_config(model_dir):
     try:
         with open(path, encoding='utf-8') as file:
             config = json.load(file)
-        if not isinstance(config, dict):
-            raise ValueError('not a JSON object')
+        _check_config(config)
         return config
     except FileNotFoundError:
         return {}
@@ -214,6 +221,33 @@ def read_config(model_dir):
         raise UserError(
             '%s: %s; move it away to go on without it' % (path, error)
         ) from None
+
+
+def _check_config(config):
+    flags = config.get('flags') if isinstance(config, dict) else None
+    if not isinstance(flags, dict):
+        raise ValueError('not what this program writes there')
+    threads = config.get('threads')
+    if not isinstance(threads, list) or len(threads) != 2:
+        raise ValueError('"threads" are not two numbers')
+    if not all(isinstance(n, int) and 0 <= n <= 4096 for n in threads):
+        raise ValueError('"threads" are not from 0 to 4096')
+
+
+def check_data(model_dir, data):
+    """Refuses to continue a run on other data than it began with.
+
+    Raises:
+      UserError: names what differs.
+    """
+    now = describe_data(data)
+    before = read_config(model_dir).get('data', now)
+    for name in ('image_shape', 'num_classes', 'train_images'):
+        if before.get(name) != now[name]:
+            raise UserError(
+                '%s was trained on data with %s %s, not %s: give the same, or another '
+                '--model_dir' % (model_dir, name, before.get(name), now[name])
+            )
 
 
 # metrics.jsonl

@@ -22,6 +22,14 @@ RESERVE_SECONDS = 10.0
 _received = []
 
 
+def find_signal():
+    """Returns a `RunStopped` once a signal has come, until then None."""
+    if not _received:
+        return None
+    name = signal.Signals(_received[0]).name
+    return RunStopped('stopped by %s' % name, 128 + _received[0])
+
+
 def check(deadline=None):
     """Raises `RunStopped` once a signal has come or the deadline has passed.
 
@@ -29,15 +37,9 @@ def check(deadline=None):
       deadline: seconds on `time.monotonic`'s clock, or None.
     """
     if _received:
-        name = signal.Signals(_received[0]).name
-        raise RunStopped('stopped by %s' % name, 128 + _received[0])
+        raise find_signal()
     if deadline is not None and time.monotonic() >= deadline:
         raise RunStopped('--max_minutes is nearly over', 0)
-
-
-def requested():
-    """Returns whether a signal has come."""
-    return bool(_received)
 
 
 def find_deadline(max_minutes):

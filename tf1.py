@@ -10,6 +10,15 @@ import os
 import sys
 import tempfile
 
+for number, name in ((1, 'stdout'), (2, 'stderr')):
+    if getattr(sys, name) is None:
+        # Started with it closed: the next file opened would be taken for it.
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+        setattr(sys, name, os.fdopen(number, 'w'))
+
 # TensorFlow's log level is read at import, before any flag can be parsed.
 VERBOSE = '--verbose' in sys.argv
 
@@ -20,13 +29,10 @@ def quiet_stderr():
 
     Environment variables silence neither oneDNN's lines nor the search for CUDA.
     """
-    try:
-        stderr = os.dup(2)
-    except OSError:  # started with stderr closed: nothing to keep quiet
-        stderr = None
-    if VERBOSE or stderr is None:
+    if VERBOSE:
         yield
         return
+    stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:

@@ -17,6 +17,7 @@ def main():
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
     with records.claim_model_dir(flags, towers=1) as model_dir:
         data = input_pipeline.load(flags.data_dir)
+        records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers[0], data)
             training.run(flags, devices, data, job, model_dir)

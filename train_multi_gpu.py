@@ -19,6 +19,7 @@ def main():
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers)) as model_dir:
         data = input_pipeline.load(flags.data_dir)
+        records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers, data)
             training.run(flags, devices, data, job, model_dir)

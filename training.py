@@ -238,9 +238,6 @@ def train(flags, job, calls, model_dir):
     """Runs the epochs that are left; what ends them early is saved and told."""
     try:
         saved = run_epochs(flags, job, calls, model_dir)
-    except tf.errors.OutOfRangeError:
-        calls.check()  # the queues were closed to let a signal through
-        raise
     except tf.errors.InvalidArgumentError as error:
         found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
         if not found:
@@ -249,9 +246,13 @@ def train(flags, job, calls, model_dir):
             'step %d, %s has %s values; the checkpoints are from before it'
             % (calls.read_state().global_step + 1, found.group(1), found.group(2))
         ) from None
-    except RunStopped as stopped:
+    except (RunStopped, tf.errors.OutOfRangeError) as error:
+        # Queues that were closed to let a signal through make the step fail.
+        stopped = error if isinstance(error, RunStopped) else stopping.find_signal()
+        if stopped is None:
+            raise
         save_stopped(stopped, calls, model_dir)
-        raise
+        raise stopped from None
     if not saved:
         raise RunFailed('the last save failed: %s lacks what came after' % model_dir)
     log.info('results: %s', model_dir)
@@ -274,6 +275,7 @@ def run_epochs(flags, job, calls, model_dir):
         screen.log_valid(*calls.evaluate())
     warm_up = WARM_UP_STEPS
     while now.epoch < flags.epochs and now.global_step < last_step:
+        calls.check()
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
         done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)

@@ -70,12 +70,15 @@ def number(kind, low, high, above=False):
 
 
 def _gpu_list(text):
-    numbers = text.split(',')
-    if not all(n.isdigit() for n in numbers) or len(set(numbers)) < len(numbers):
+    try:
+        numbers = [int(number) for number in text.split(',')]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(
             '%r is not a list of different GPU numbers such as 0,2' % text
         )
-    return [int(n) for n in numbers]
+    return numbers
 
 
 def parse_flags(description, networks, towers, argv=None):
@@ -241,14 +244,14 @@ def visible_gpus():
 Devices = collections.namedtuple('Devices', 'towers gpus')
 
 
-def choose_devices(device, num_gpus=None, gpus=None, find_gpus=visible_gpus):
+def choose_devices(device, num_gpus=None, gpus=None, find_gpus=None):
     """Chooses one device per tower.
 
     Args:
       device: 'auto', 'gpu' or 'cpu', as `--device`.
       num_gpus: number of towers, or None for all GPUs (1 without any).
       gpus: list of GPU numbers to use, or None for the first ones.
-      find_gpus: function that returns the names of the visible GPUs.
+      find_gpus: returns the names of the visible GPUs; default `visible_gpus`.
 
     Returns:
       `Devices`.
@@ -258,21 +261,20 @@ def choose_devices(device, num_gpus=None, gpus=None, find_gpus=visible_gpus):
     """
     if gpus is not None and num_gpus not in (None, len(gpus)):
         raise UserError(
-            '--gpus names %d GPUs, the run has %d towers: make them equal'
-            % (len(gpus), num_gpus)
+            '--gpus names %s, the run has %s: make them equal'
+            % (count(len(gpus), 'GPU'), count(num_gpus, 'tower'))
         )
     if device == 'cpu':
         if gpus is not None:
             raise UserError('--gpus goes with GPUs, not with --device cpu: drop one')
         return Devices(['/cpu:%d' % i for i in range(num_gpus or 1)], [])
 
-    visible = find_gpus()
+    visible = (find_gpus or visible_gpus)()
     if not visible and (device == 'gpu' or gpus is not None):
         asked = '--device gpu' if device == 'gpu' else '--gpus'
         raise UserError(
-            '%s: TensorFlow %s sees no GPU; check the driver and '
-            'CUDA_VISIBLE_DEVICES, or train with --device cpu'
-            % (asked, tf.version.VERSION)
+            '%s: TensorFlow %s sees no GPU; --verbose shows what it looked for; '
+            '--device cpu trains without' % (asked, tf.version.VERSION)
         )
     if not visible:
         return Devices(['/cpu:%d' % i for i in range(num_gpus or 1)], [])
@@ -348,7 +350,9 @@ def on_tower(device, reuse, xla=False):
     """
 
     def place(op):
-        return '/cpu:0' if op.type in VARIABLE_OPS else device
+        if op.type in VARIABLE_OPS:
+            return '/cpu:0'
+        return op.device or device  # a network may place an op itself
 
     # `reuse` ends with the block: what comes after, an optimizer's slots for
     # instance, can still create variables.
@@ -388,7 +392,9 @@ def set_up_logging():
 
 def log_to(path):
     """Writes every line shown, earlier ones too, with its time to the file `path`."""
-    handler = logging.FileHandler(path, encoding='utf-8')
+    # A path on the screen may hold what is not UTF-8.
+    file = open(path, 'a', encoding='utf-8', errors='backslashreplace')  # noqa: SIM115
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
     held = log.handlers.pop()
     held.setTarget(handler)

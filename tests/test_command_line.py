@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,30 @@ def test_each_run_has_a_directory_of_its_own(main, cpu):
     assert len(made) == 2 and all('-cnn-1' in name for name in made)
 
 
+def test_two_runs_started_in_the_same_second_have_two_directories(cpu):
+    argv = [sys.executable, ROOT + '/train.py', '--max_steps', '1'] + cpu
+    runs = [subprocess.Popen(argv, stdout=subprocess.PIPE) for _ in range(3)]
+    for run in runs:
+        run.communicate()
+        assert run.returncode == 0
+    assert len(os.listdir('runs')) == 3
+
+
+@pytest.mark.parametrize('closed', ['2>&-', '>&-', '>&- 2>&- <&-', '| head -1'])
+def test_closed_streams_do_not_end_a_run(cpu, closed):
+    argv = [sys.executable, ROOT + '/train.py', '--max_steps', '2', '--model_dir', 'm']
+    words = ' '.join(map(shlex.quote, argv + cpu))
+    done = subprocess.run(
+        ['sh', '-c', '%s %s' % (words, closed)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == 0 and b'Traceback' not in done.stderr
+    assert files('m').count('model.ckpt-0-2.index') == 1
+    with open('m/train.log') as file:
+        assert file.read().endswith('results: m\n')
+
+
 def test_verbose_shows_what_tensorflow_says(cpu):
     quiet = command('train.py', '--max_steps', '1', *cpu)
     assert quiet.status == 0 and quiet.err == ''
@@ -271,6 +296,7 @@ def assert_refused(done, told):
         (['--model_dir', ROOT + '/train.py'], 'train.py can not be written: Not a dir'),
         (['--model_dir', ROOT + '/train.py/x'], 'can not be written: Not a directory'),
         (['--model_dir', '/proc/x'], '/proc'),
+        (['--model_dir', ''], '--model_dir is empty'),
     ],
 )
 def test_a_mistake_gets_one_line(main, monkeypatch, small_dir, argv, told):

@@ -82,7 +82,7 @@ def test_the_start_says_where_the_schedule_depends_on_the_total(main, flags):
         main('train.py', *flags).out
     )
     constant = main('train.py', '--schedule', 'constant', *flags).out
-    assert 'learning rate 0.001, constant' in constant and 'another' not in constant
+    assert 'learning rate 0.001, constant' in constant and 'over 7' not in constant
 
 
 def test_a_row_whose_checkpoint_was_never_written_is_written_once(main, flags):

@@ -43,6 +43,8 @@ from utils import UserError
         (['--gpus', '0,0'], '--gpus'),
         (['--gpus', '0,-1'], '--gpus'),
         (['--gpus', '0;1'], '--gpus'),
+        (['--gpus', '0,00'], '--gpus'),
+        (['--gpus', '\u00b2'], 'is not a list of different GPU numbers'),
         (['--epoch', '3'], 'unrecognized arguments: --epoch 3'),
         (['--no_progress', 'yes'], 'unrecognized arguments: yes'),
         (['stray'], 'stray'),

@@ -1,0 +1,119 @@
+"""The learning rate, the optimizers and the speed, by value."""
+
+import types
+
+import numpy as np
+import pytest
+
+import train
+import training
+import utils
+from tests.conftest import make_flags, start
+from tf1 import tf
+
+
+@pytest.mark.parametrize(
+    'schedule, epoch, images, rate',
+    [
+        ('cosine', 0, 0, 0.1),
+        ('cosine', 0, 50, 0.1 * (1 + np.cos(np.pi / 8)) / 2),
+        ('cosine', 2, 0, 0.05),
+        ('cosine', 3, 50, 0.1 * (1 + np.cos(np.pi * 7 / 8)) / 2),
+        ('cosine', 4, 0, 0.0),
+        ('constant', 0, 0, 0.1),
+        ('constant', 3, 50, 0.1),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_images_seen(schedule, epoch, images, rate):
+    state = training.create_state()
+    learning_rate = training.learning_rate(0.1, schedule, state, 4, 100)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run([state.epoch.assign(epoch), state.epoch_images.assign(images)])
+        assert session.run(learning_rate) == pytest.approx(rate, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    'name, values',
+    [
+        # From 1, gradient 2, rate 0.1: momentum 0.9 makes the second step 1.9 times 0.2.
+        ('sgd', [0.8, 0.6]),
+        ('momentum', [0.8, 0.42]),
+        ('adam', [0.9, 0.8]),
+    ],
+)
+def test_optimizers_by_value(name, values):
+    w = tf.get_variable('w', [], initializer=tf.ones_initializer())
+    update = training.create_optimizer(name, tf.constant(0.1)).minimize(2 * w)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        found = []
+        for _ in values:
+            session.run(update)
+            found.append(session.run(w))
+    np.testing.assert_allclose(found, values, rtol=1e-5)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until `clock.now` is set."""
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(training.time, 'perf_counter', lambda: clock.now)
+    return clock
+
+
+def test_speed_leaves_out_warm_up_and_what_is_no_training(clock):
+    taken = []
+
+    def step():
+        taken.append(1)
+        clock.now += 100 if len(taken) <= 10 else 2
+
+    def between(done):
+        assert done == len(taken)
+        clock.now += 1
+        return 1.0
+
+    assert training.take_steps(step, 30, 10, between) == pytest.approx(1 / 2)
+    assert len(taken) == 30
+
+
+def test_speed_of_a_short_epoch_leaves_out_all_but_its_last_step(clock):
+    def step():
+        clock.now += 4
+
+    assert training.take_steps(step, 3, 10, lambda done: 0) == pytest.approx(1 / 4)
+    assert training.take_steps(step, 0, 10, lambda done: 0) is None
+
+
+def test_images_per_second_count_all_towers(main, small_dir, monkeypatch):
+    monkeypatch.setattr(training, 'take_steps', fake_speed(training.take_steps))
+    flags = ['--data_dir', small_dir, '--device', 'cpu', '--epochs', '1']
+    flags += ['--xla', 'off', '--batch_size', '50']
+    for towers, speed in ((1, 500), (4, 2000)):
+        done = main('train_multi_gpu.py', '--num_gpus', str(towers), *flags)
+        assert 'speed: %d images/s' % speed in done.out
+
+
+def fake_speed(take_steps):
+    def fake(*args):
+        take_steps(*args)
+        return 10.0
+
+    return fake
+
+
+def test_the_baseline_runs_with_its_model_on_another_device(small):
+    # As on a GPU: the queues, the state and the saver stay where the model is not.
+    for optimizer in utils.OPTIMIZERS:
+        with tf.Graph().as_default(), tf.device('/cpu:0'):
+            flags = make_flags('--optimizer', optimizer, '--xla', 'off')
+            job = train.build_job(flags, '/cpu:1', small)
+            end_of_epoch = training.build_end_of_epoch(job.state)
+            saver = tf.train.Saver()
+            with start(job, utils.choose_devices('cpu', 2)) as session:
+                session.run(job.train_op)
+                session.run(job.evaluation.predictions, {job.evaluation.start: 0})
+                session.run(end_of_epoch.op, {end_of_epoch.accuracy: 0.5})
+                saver.restore(session, saver.save(session, './here'))
+                assert session.run(job.state.best_acc) == 0.5
