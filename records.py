@@ -74,7 +74,7 @@ def _make_new(flags, towers):
     for again in itertools.count(1):
         path = os.path.join('runs', name if again == 1 else '%s-%d' % (name, again))
         made = _make_directories(path)
-        if made:
+        if os.path.abspath(path) in made:
             return path, made
 
 
@@ -90,8 +90,10 @@ def _make_directories(path):
     made = []
     try:
         for directory in reversed(missing):
-            os.mkdir(directory)
-            made.insert(0, directory)
+            # Another run may have made it just now.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)
+                made.insert(0, directory)
         # Permission bits tell nothing of a read-only disk, nor anything to root.
         os.rmdir(tempfile.mkdtemp(dir=path))
     except OSError as error:
@@ -119,31 +121,35 @@ def _lock(model_dir):
     return directory
 
 
+def _find_changes(before, now, names):
+    """Returns what differs in two dicts of flags: '--seed 0, not 1 and --keep ...'."""
+    return ' and '.join(
+        '--%s %s, not %s' % (name, before[name], now[name])
+        for name in sorted(names & set(before) & set(now))
+        if before[name] != now[name]
+    )
+
+
 def _check_flags(model_dir, flags):
-    """Refuses flags that the directory's variables don't fit; lists other changes."""
-    saved = read_config(model_dir).get('flags', {})
-    now = vars(flags)
-    changed = [
-        '--%s %s, not %s' % (name, saved[name], now[name])
-        for name in sorted(set(saved) & set(now) - PASSING_FLAGS)
-        if saved[name] != now[name]
-    ]
-    binding = [text for text in changed if text.split()[0][2:] in BINDING_FLAGS]
-    if binding:
+    before = read_config(model_dir).get('flags', {})
+    changes = _find_changes(before, vars(flags), BINDING_FLAGS)
+    if changes:
         raise UserError(
             '%s was trained with %s: give the same, or another --model_dir'
-            % (model_dir, ' and '.join(binding))
+            % (model_dir, changes)
         )
-    if changed:
-        log.warning('%s was trained with %s so far', model_dir, ' and '.join(changed))
 
 
 def begin(model_dir, config):
-    """Writes config.json and starts to write train.log.
+    """Writes config.json and starts to write train.log; says which flags changed.
 
     Raises:
       UserError: one of them can't be written.
     """
+    before = read_config(model_dir).get('flags', {})
+    changes = _find_changes(before, config['flags'], set(before) - PASSING_FLAGS)
+    if changes:
+        log.warning('%s was trained with %s so far', model_dir, changes)
     text = json.dumps(config, indent=2, sort_keys=True)
     try:
         utils.log_to(os.path.join(model_dir, 'train.log'))

@@ -36,7 +36,7 @@ def test_the_learning_rate_is_a_function_of_images_seen(schedule, epoch, images,
 @pytest.mark.parametrize(
     'name, values',
     [
-        # From 1, gradient 2, rate 0.1: momentum 0.9 makes the second step 1.9 times 0.2.
+        # From 1, gradient 2, rate 0.1. Momentum makes the second step 1.9 times 0.2.
         ('sgd', [0.8, 0.6]),
         ('momentum', [0.8, 0.42]),
         ('adam', [0.9, 0.8]),
