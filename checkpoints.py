@@ -14,7 +14,6 @@ import shutil
 from tf1 import tf
 from utils import UserError, log
 
-NAME = re.compile(r'model\.ckpt-(\d+)-(\d+)\.index$')
 # What TensorFlow raises when it can't write: by errno, by file, by line.
 SAVE_ERRORS = (tf.errors.OpError, OSError, ValueError)
 
@@ -27,19 +26,22 @@ def create_saver():
     return tf.train.Saver(max_to_keep=0, save_relative_paths=True)
 
 
-def find(model_dir):
-    """Returns the prefixes of the checkpoints in `model_dir`, newest first.
+def find(directory):
+    """Returns the prefixes of the checkpoints in a directory, newest first.
 
     The `checkpoint` state file is not asked: it may be lost, empty, or older than the
     newest checkpoint after a kill.
     """
-    found = []
-    for path in _glob(model_dir, 'model.ckpt-*.index'):
-        match = NAME.match(os.path.basename(path))
-        if match:
-            epochs_done, step = map(int, match.groups())
-            found.append((epochs_done, step, path[: -len('.index')]))
-    return [prefix for _, _, prefix in sorted(found, reverse=True)]
+    paths = _glob(directory, 'model.ckpt-*.index')
+    prefixes = [path[: -len('.index')] for path in paths]
+    found = [prefix for prefix in prefixes if _position(prefix)]
+    return sorted(found, key=_position, reverse=True)
+
+
+def _position(prefix):
+    """Returns (epochs done, step) of a checkpoint's name, None if it is no name."""
+    match = re.match(r'model\.ckpt-(\d+)-(\d+)$', os.path.basename(prefix))
+    return match and tuple(map(int, match.groups()))
 
 
 def save(saver, session, directory, epochs_done, step, keep):
@@ -68,9 +70,16 @@ def save(saver, session, directory, epochs_done, step, keep):
         remove_litter(directory)
         log.error('%s is not saved: %s', prefix, _explain(error, directory))
         return False
-    for old in find(directory)[keep:]:
-        _delete(old)
+    prune(directory, keep)
     return True
+
+
+def prune(directory, keep):
+    """Deletes all but the last `keep` checkpoints in a directory."""
+    for prefix in find(directory)[keep:]:
+        # The index first: without it the rest is no checkpoint, at any moment.
+        for path in [prefix + '.index'] + _glob(*os.path.split(prefix + '.data-*')):
+            os.remove(path)
 
 
 def _explain(error, directory):
@@ -80,13 +89,7 @@ def _explain(error, directory):
         free = '%d MB free' % (shutil.disk_usage(directory).free // 1e6)
     except OSError as gone:
         free = gone.strerror
-    return '%s (%s)' % (cause.group() if cause else text.splitlines()[0], free)
-
-
-def _delete(prefix):
-    # The index first: without it the rest is no checkpoint, at any moment.
-    for path in [prefix + '.index'] + _glob(*os.path.split(prefix + '.data-*')):
-        os.remove(path)
+    return '%s (%s)' % (cause.group() if cause else text.partition('\n')[0], free)
 
 
 def _glob(directory, pattern):
@@ -158,7 +161,8 @@ def find_good(model_dir):
 def restore(saver, session, model_dir):
     """Restores the newest undamaged checkpoint and clears the way for new ones.
 
-    Newer damaged ones are renamed to `damaged-...`, what kills left is removed.
+    What a run that is begun again from here will write anew is renamed to `unused-...`:
+    newer damaged checkpoints, and a best one of later. What kills left is removed.
 
     Returns:
       The prefix restored, None if `model_dir` has never held a checkpoint.
@@ -170,13 +174,19 @@ def restore(saver, session, model_dir):
     if prefix is not None:
         _check_variables(prefix)
         saver.restore(session, prefix)
-    for wrong in damaged:
-        for path in _glob(model_dir, os.path.basename(wrong) + '.*'):
-            os.rename(
-                path, os.path.join(model_dir, 'damaged-' + os.path.basename(path))
-            )
+    best_dir = os.path.join(model_dir, 'best')
+    later = [
+        best
+        for best in find(best_dir)
+        if prefix is None or _position(best) > _position(prefix)
+    ]
+    for unused in damaged + later:
+        directory, name = os.path.split(unused)
+        for path in _glob(directory, name + '.*'):
+            aside = os.path.join(directory, 'unused-' + os.path.basename(path))
+            os.rename(path, aside)
     remove_litter(model_dir)
-    remove_litter(os.path.join(model_dir, 'best'))
+    remove_litter(best_dir)
     return prefix
 
 

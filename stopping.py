@@ -11,9 +11,9 @@ import signal
 import threading
 import time
 
+from tf1 import STARTED
 from utils import RunStopped
 
-STARTED = time.monotonic()
 # A healthy step ends sooner; one that has not is waiting for input.
 PATIENCE_SECONDS = 1.0
 # What a last save and the way out may take before --max_minutes is over.

@@ -319,15 +319,20 @@ def run_epochs(flags, job, calls, model_dir):
 def finish_epoch(calls, model_dir, rows, is_best):
     """Records and saves an epoch; returns whether that worked.
 
-    The row and the best checkpoint come first: after a kill in between, the epoch is
-    trained again, to the same bits, and both are found as they would be written.
+    The model_dir's own checkpoint comes last. After a kill before it, the epoch is
+    trained again, and its row and its best checkpoint are written anew; the best one
+    before it is there till then.
     """
     calls.finish_epoch(rows[-1]['valid_acc'])
     recorded = records.write_metrics(model_dir, rows)
     now = calls.read_state()
+    best_dir = os.path.join(model_dir, 'best')
     if is_best:
-        recorded &= calls.save(os.path.join(model_dir, 'best'), now, keep=1)
-    return calls.save(model_dir, now) and recorded
+        recorded &= calls.save(best_dir, now, keep=2)
+    if not calls.save(model_dir, now):
+        return False
+    checkpoints.prune(best_dir, keep=1)
+    return recorded
 
 
 def save_stopped(stopped, calls, model_dir):

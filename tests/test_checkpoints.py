@@ -15,6 +15,7 @@ import utils
 from model import ModelSpec
 from tests.conftest import (
     THREADS,
+    assert_same_bits,
     command,
     files,
     read_checkpoint,
@@ -84,7 +85,7 @@ def test_a_damaged_checkpoints_name_can_be_saved_again(main, flags, two):
     assert {n: v.tobytes() for n, v in good.items()} == {
         n: v.tobytes() for n, v in again.items()
     }
-    assert 'damaged-model.ckpt-0-5' + DATA in files('m')
+    assert 'unused-model.ckpt-0-5' + DATA in files('m')
 
 
 @pytest.mark.parametrize('ending, damage', DAMAGES)
@@ -270,6 +271,21 @@ def test_the_best_stays_and_its_score_is_remembered(main, flags, monkeypatch):
         ]
         assert checkpoints.find('m') == ['m/model.ckpt-%d-%d' % (epochs, epochs * 4)]
     assert read_checkpoint('m/best/model.ckpt-6-24')['training/best_acc'] == 0.95
+
+
+def test_a_best_checkpoint_of_later_than_the_restored_one_is_not_taken_for_it(
+    main, flags
+):
+    # As after a kill between the two saves at the end of epoch 2.
+    flags += ['--model_dir', 'm', '--batch_size', '500']
+    assert main('train.py', '--epochs', '2', *flags).status == 0
+    expected = read_checkpoint('m/best/model.ckpt-2-8')
+    for ending in ('.index', DATA):
+        os.remove('m/model.ckpt-2-8' + ending)
+    flip('m/best/model.ckpt-2-8' + DATA)  # what stands for another history
+    assert main('train.py', '--epochs', '2', *flags).status == 0
+    again = read_checkpoint('m/best/model.ckpt-2-8')
+    assert_same_bits(expected, again)
 
 
 # Full disks
