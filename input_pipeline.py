@@ -22,9 +22,10 @@ from utils import UserError
 
 NUM_CLASSES = 10
 
-# Batches of all towers that one run of the gathering thread moves. Each run costs
-# Python time that is taken from the step.
+# How many steps' batches one run of the gathering thread moves: each run costs Python
+# time that is taken from the step. Large batches move one by one.
 STEPS_PER_ENQUEUE = 8
+IMAGES_PER_ENQUEUE = 2048
 
 # images: uint8 [n, height, width, channels]; labels: int64 [n].
 Examples = collections.namedtuple('Examples', 'images labels')
@@ -150,8 +151,8 @@ def read_idx(path, rank):
 
 def count_steps(pipeline, images_consumed):
     """Returns (steps done, steps left) of an epoch; its ragged rest makes no step."""
-    left = (pipeline.num_images - images_consumed) // pipeline.global_batch
-    return images_consumed // pipeline.global_batch, left
+    left = max(0, pipeline.num_images - images_consumed)
+    return images_consumed // pipeline.global_batch, left // pipeline.global_batch
 
 
 def epoch_order(num_images, seed, epoch):
@@ -201,6 +202,8 @@ def build(examples, batch_size, num_towers, seed, state):
     """
     num_images = len(examples.images)
     global_batch = batch_size * num_towers
+    if num_images < num_towers:
+        raise UserError('%d training images for %d towers' % (num_images, num_towers))
     if num_images < global_batch:
         raise UserError(
             '%d training images are less than one step takes (%d per tower x %d '
@@ -219,10 +222,11 @@ def build(examples, batch_size, num_towers, seed, state):
         feeds = {**feed_images, **feed_labels}
 
         index_queue, start = _build_index_queue(num_images, global_batch, seed, state)
-        rows = index_queue.dequeue_many(STEPS_PER_ENQUEUE)  # [steps, N*B]
+        steps = min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // global_batch))
+        rows = index_queue.dequeue_many(steps)  # [steps, N*B]
         rows = tf.reshape(rows, [-1, batch_size])  # [steps * N, B]
         batch_queue = tf.FIFOQueue(
-            2 * STEPS_PER_ENQUEUE * num_towers,
+            2 * steps * num_towers,
             [images.dtype.base_dtype, labels.dtype.base_dtype],
             [[batch_size] + images.shape.as_list()[1:], [batch_size]],
             name='batch_queue',

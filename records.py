@@ -38,7 +38,7 @@ def claim_model_dir(flags, towers):
     A directory that is still empty at the end of the block is removed again.
 
     Args:
-      flags: what `utils.parse_flags` returned.
+      flags: what `command_line.parse` returned.
       towers: how many; part of a new directory's name.
 
     Yields:

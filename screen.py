@@ -76,16 +76,14 @@ def open_bar(flags, steps_done, steps_left):
     )
 
 
-def refresh(bar, done, state):
-    """Shows the epoch's means over all towers after `done` steps of this run."""
+def refresh(bar, done, loss, accuracy):
+    """Shows the epoch's score so far, after `done` steps of this run."""
     bar.set_postfix(
-        train_acc='%.3f' % (state.correct / state.epoch_images),
-        train_loss='%.3f' % (state.loss_sum / state.epoch_images),
-        refresh=False,
+        train_acc='%.3f' % accuracy, train_loss='%.3f' % loss, refresh=False
     )
     bar.update(bar.initial + done - bar.n)
 
 
-def log_valid(loss, accuracy):
-    """Shows a validation score."""
-    log.info('valid/acc: %.4f, valid/loss: %.4f', accuracy, loss)
+def log_score(name, loss, accuracy):
+    """Shows a score; `name` is 'train' or 'valid'."""
+    log.info('%s/acc: %.4f, %s/loss: %.4f', name, accuracy, name, loss)

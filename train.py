@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import command_line
 import evaluation
 import input_pipeline
 import model
@@ -13,7 +14,7 @@ from tf1 import tf
 
 
 def main():
-    flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=False)
+    flags = command_line.parse(__doc__, model.NETWORKS, towers=False)
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
     with records.claim_model_dir(flags, towers=1) as model_dir:
         data = input_pipeline.load(flags.data_dir)

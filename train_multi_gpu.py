@@ -4,6 +4,7 @@ import functools
 import itertools
 import sys
 
+import command_line
 import evaluation
 import input_pipeline
 import model
@@ -15,7 +16,7 @@ from utils import log
 
 
 def main():
-    flags = utils.parse_flags(__doc__, networks=model.NETWORKS, towers=True)
+    flags = command_line.parse(__doc__, model.NETWORKS, towers=True)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers)) as model_dir:
         data = input_pipeline.load(flags.data_dir)

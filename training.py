@@ -177,7 +177,7 @@ def run(flags, devices, data, job, model_dir):
     """Trains to the end of `--epochs` or `--max_steps`, from wherever it stands.
 
     Args:
-      flags: what `utils.parse_flags` returned.
+      flags: what `command_line.parse` returned.
       devices: the `utils.Devices` the graph was built for.
       data: the `DataSet`.
       job: the `Job`, in the default graph.
@@ -267,12 +267,12 @@ def run_epochs(flags, job, calls, model_dir):
     saved = True
     if now.epoch >= flags.epochs or now.global_step >= last_step:
         log.info(
-            'nothing left to train: %d epochs, %d steps are done; --epochs and '
-            '--max_steps count from the start',
-            now.epoch,
-            now.global_step,
+            'nothing left to train: %s, %s are done; --epochs and --max_steps count '
+            'from the start',
+            utils.count(now.epoch, 'epoch'),
+            utils.count(now.global_step, 'step'),
         )
-        screen.log_valid(*calls.evaluate())
+        screen.log_score('valid', *calls.evaluate())
     warm_up = WARM_UP_STEPS
     while now.epoch < flags.epochs and now.global_step < last_step:
         calls.check()
@@ -286,11 +286,9 @@ def run_epochs(flags, job, calls, model_dir):
         warm_up = 0
 
         now = calls.read_state()
-        train_loss = now.loss_sum / now.epoch_images
-        train_acc = now.correct / now.epoch_images
-        log.info('train/acc: %.4f, train/loss: %.4f', train_acc, train_loss)
-        valid_loss, valid_acc = calls.evaluate()
-        screen.log_valid(valid_loss, valid_acc)
+        screen.log_score('train', *train_score(now))
+        valid = calls.evaluate()
+        screen.log_score('valid', *valid)
         speed = steps_per_second and steps_per_second * job.pipeline.global_batch
         if speed:
             log.info('speed: %.0f images/s', speed)
@@ -298,22 +296,34 @@ def run_epochs(flags, job, calls, model_dir):
             log.info('--max_steps %d ends the run inside this epoch', last_step)
             saved = calls.save(model_dir, now)
             break
-        rows.append(
-            collections.OrderedDict(
-                epoch=int(now.epoch) + 1,
-                step=int(now.global_step),
-                train_loss=float(train_loss),
-                train_acc=float(train_acc),
-                valid_loss=valid_loss,
-                valid_acc=valid_acc,
-                learning_rate=float(calls.read_learning_rate()),
-                images_per_second=speed,
-                seconds=time.time() - began,
-            )
-        )
-        saved = finish_epoch(calls, model_dir, rows, is_best=valid_acc > now.best_acc)
+        rate = float(calls.read_learning_rate())
+        rows.append(make_row(now, valid, rate, speed, time.time() - began))
+        saved = finish_epoch(calls, model_dir, rows, is_best=valid[1] > now.best_acc)
         now = calls.read_state()
     return saved
+
+
+def train_score(state):
+    """Returns (mean loss, accuracy) of the epoch's images so far, over all towers."""
+    loss = float(state.loss_sum / state.epoch_images)
+    return loss, float(state.correct / state.epoch_images)
+
+
+def make_row(state, valid, learning_rate, images_per_second, seconds):
+    """Returns a finished epoch's row for metrics.jsonl."""
+    train_loss, train_acc = train_score(state)
+    valid_loss, valid_acc = valid
+    return collections.OrderedDict(
+        epoch=int(state.epoch) + 1,
+        step=int(state.global_step),
+        train_loss=train_loss,
+        train_acc=train_acc,
+        valid_loss=valid_loss,
+        valid_acc=valid_acc,
+        learning_rate=learning_rate,
+        images_per_second=images_per_second,
+        seconds=seconds,
+    )
 
 
 def finish_epoch(calls, model_dir, rows, is_best):
@@ -379,7 +389,7 @@ def make_between(flags, calls, bar, steps, model_dir):
         calls.check()
         now = time.perf_counter()
         if now >= refresh_at or (done == steps and not bar.disable):
-            screen.refresh(bar, done, calls.read_state())
+            screen.refresh(bar, done, *train_score(calls.read_state()))
             refresh_at = now + REFRESH_SECONDS
         if now < save_at:
             return 0.0

@@ -12,8 +12,10 @@ import sys
 import numpy as np
 import pytest
 
+import command_line
 import input_pipeline
 import model
+import tf1
 import train
 import train_multi_gpu
 import training
@@ -21,6 +23,7 @@ import utils
 from tf1 import tf
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+tf1.VERBOSE = False  # pytest --verbose is not meant
 THREADS = (1, 2)  # every session of a process has the thread pools of the first
 
 Finished = collections.namedtuple('Finished', 'status out err')
@@ -73,9 +76,15 @@ def small_dir(small, tmp_path_factory):
     return write_data_set(tmp_path_factory.mktemp('data') / 'small', small)
 
 
+@pytest.fixture
+def flags(small_dir):
+    """Flags of a short run on `small`: 62 steps per epoch with one tower."""
+    return ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
+
+
 def make_flags(*argv):
     """The flags of train_multi_gpu.py."""
-    return utils.parse_flags('', model.NETWORKS, towers=True, argv=list(argv))
+    return command_line.parse('', model.NETWORKS, towers=True, argv=list(argv))
 
 
 @pytest.fixture

@@ -29,11 +29,6 @@ DATA = '.data-00000-of-00001'
 
 
 @pytest.fixture
-def flags(small_dir):
-    return ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
-
-
-@pytest.fixture
 def two(main, flags):
     """A model_dir 'm' with two checkpoints, after steps 3 and 5."""
     for steps in ('3', '5'):

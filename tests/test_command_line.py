@@ -31,12 +31,6 @@ from tf1 import tf
 NO_GPU = 'WARNING: TensorFlow sees no GPU: training on the CPU, '
 
 
-@pytest.fixture
-def cpu(small_dir):
-    """Flags of a short run: 62 steps per epoch with one tower."""
-    return ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
-
-
 # A good run
 
 
@@ -130,27 +124,27 @@ def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir):
     assert b'#' not in out and b'\r' not in out
 
 
-def test_no_progress_means_no_bar(monkeypatch, main, cpu):
+def test_no_progress_means_no_bar(monkeypatch, main, flags):
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
-    done = main('train.py', '--max_steps', '2', '--no_progress', *cpu)
+    done = main('train.py', '--max_steps', '2', '--no_progress', *flags)
     assert done.status == 0 and done.err == ''
 
 
-def test_no_thread_outlives_a_run(main, cpu):
+def test_no_thread_outlives_a_run(main, flags):
     before = set(threading.enumerate())
-    assert main('train_multi_gpu.py', '--max_steps', '3', *cpu).status == 0
+    assert main('train_multi_gpu.py', '--max_steps', '3', *flags).status == 0
     assert set(threading.enumerate()) == before
 
 
-def test_each_run_has_a_directory_of_its_own(main, cpu):
+def test_each_run_has_a_directory_of_its_own(main, flags):
     for _ in range(2):
-        assert main('train.py', '--max_steps', '1', *cpu).status == 0
+        assert main('train.py', '--max_steps', '1', *flags).status == 0
     made = os.listdir('runs')
     assert len(made) == 2 and all('-cnn-1' in name for name in made)
 
 
-def test_two_runs_started_in_the_same_second_have_two_directories(cpu):
-    argv = [sys.executable, ROOT + '/train.py', '--max_steps', '1'] + cpu
+def test_two_runs_started_in_the_same_second_have_two_directories(flags):
+    argv = [sys.executable, ROOT + '/train.py', '--max_steps', '1'] + flags
     runs = [subprocess.Popen(argv, stdout=subprocess.PIPE) for _ in range(3)]
     for run in runs:
         run.communicate()
@@ -159,9 +153,9 @@ def test_two_runs_started_in_the_same_second_have_two_directories(cpu):
 
 
 @pytest.mark.parametrize('closed', ['2>&-', '>&-', '>&- 2>&- <&-', '| head -1'])
-def test_closed_streams_do_not_end_a_run(cpu, closed):
+def test_closed_streams_do_not_end_a_run(flags, closed):
     argv = [sys.executable, ROOT + '/train.py', '--max_steps', '2', '--model_dir', 'm']
-    words = ' '.join(map(shlex.quote, argv + cpu))
+    words = ' '.join(map(shlex.quote, argv + flags))
     done = subprocess.run(
         ['sh', '-c', '%s %s' % (words, closed)],
         stdout=subprocess.PIPE,
@@ -173,10 +167,10 @@ def test_closed_streams_do_not_end_a_run(cpu, closed):
         assert file.read().endswith('results: m\n')
 
 
-def test_verbose_shows_what_tensorflow_says(cpu):
-    quiet = command('train.py', '--max_steps', '1', *cpu)
+def test_verbose_shows_what_tensorflow_says(flags):
+    quiet = command('train.py', '--max_steps', '1', *flags)
     assert quiet.status == 0 and quiet.err == ''
-    verbose = command('train.py', '--max_steps', '1', '--verbose', *cpu)
+    verbose = command('train.py', '--max_steps', '1', '--verbose', *flags)
     assert verbose.status == 0 and 'deprecated' in verbose.err
 
 
@@ -188,16 +182,16 @@ def checkpoint(model_dir, name):
 
 
 def test_both_scripts_write_the_same_bits(small_dir):
-    cpu = ['--device', 'cpu', '--data_dir', small_dir]  # with XLA where that is used
-    assert command('train.py', '--epochs', '1', '--model_dir', 'a', *cpu).status == 0
-    done = command('train_multi_gpu.py', '--epochs', '1', '--model_dir', 'b', *cpu)
+    flags = ['--device', 'cpu', '--data_dir', small_dir]  # with XLA where that is used
+    assert command('train.py', '--epochs', '1', '--model_dir', 'a', *flags).status == 0
+    done = command('train_multi_gpu.py', '--epochs', '1', '--model_dir', 'b', *flags)
     assert done.status == 0
     name = 'model.ckpt-1-62'
     assert_same_bits(checkpoint('a', name), checkpoint('b', name))
 
 
-def test_a_checkpoint_moves_between_scripts_and_numbers_of_towers(main, cpu):
-    flags = ['--model_dir', 'm', '--batch_size', '20'] + cpu
+def test_a_checkpoint_moves_between_scripts_and_numbers_of_towers(main, flags):
+    flags = ['--model_dir', 'm', '--batch_size', '20'] + flags
     for script, argv, step in (
         ('train_multi_gpu.py', ['--num_gpus', '2', '--epochs', '1'], 50),
         ('train.py', ['--epochs', '2'], 150),
@@ -210,8 +204,8 @@ def test_a_checkpoint_moves_between_scripts_and_numbers_of_towers(main, cpu):
     assert [row['epoch'] for row in read_metrics('m')] == [1, 2, 3]
 
 
-def test_max_steps_inside_an_epoch_then_on_is_the_uninterrupted_run(main, cpu):
-    flags = ['--num_gpus', '2', '--epochs', '2'] + cpu
+def test_max_steps_inside_an_epoch_then_on_is_the_uninterrupted_run(main, flags):
+    flags = ['--num_gpus', '2', '--epochs', '2'] + flags
     assert main('train_multi_gpu.py', '--model_dir', 'whole', *flags).status == 0
     for steps in ('7', '40'):
         part = ['--max_steps', steps, '--model_dir', 'parts'] + flags
@@ -225,13 +219,13 @@ def test_max_steps_inside_an_epoch_then_on_is_the_uninterrupted_run(main, cpu):
     assert without_times(whole) == without_times(parts)
 
 
-def test_the_same_command_after_the_end_says_so_and_evaluates(main, cpu):
-    flags = ['--epochs', '1', '--model_dir', 'm'] + cpu
+def test_the_same_command_after_the_end_says_so_and_evaluates(main, flags):
+    flags = ['--epochs', '1', '--model_dir', 'm'] + flags
     first = main('train.py', *flags)
     before = read_files('m')
     again = main('train.py', *flags)
     assert again.status == 0
-    assert 'nothing left to train: 1 epochs, 62 steps are done' in again.out
+    assert 'nothing left to train: 1 epoch, 62 steps are done' in again.out
     assert 'Epoch' not in again.out
 
     def score(out):
@@ -242,8 +236,8 @@ def test_the_same_command_after_the_end_says_so_and_evaluates(main, cpu):
     assert {name for name in after if after[name] != before.get(name)} == {'train.log'}
 
 
-def test_a_resume_keeps_the_thread_settings_of_the_run(main, cpu):
-    flags = ['--model_dir', 'm'] + cpu
+def test_a_resume_keeps_the_thread_settings_of_the_run(main, flags):
+    flags = ['--model_dir', 'm'] + flags
     assert main('train.py', '--max_steps', '1', *flags).status == 0
     config = records.read_config('m')
     config['threads'] = [2, 1]
@@ -325,8 +319,8 @@ def test_a_damaged_data_file_gets_one_line(main, small_dir, tmp_path_factory):
     assert_refused(done, 'found 392015')
 
 
-def test_another_configurations_model_dir_is_refused_by_flag(main, cpu):
-    flags = ['--model_dir', 'm', '--max_steps', '1'] + cpu
+def test_another_configurations_model_dir_is_refused_by_flag(main, flags):
+    flags = ['--model_dir', 'm', '--max_steps', '1'] + flags
     assert main('train.py', *flags).status == 0
     before = files()
     done = main('train.py', '--optimizer', 'sgd', *flags)
@@ -338,12 +332,12 @@ def test_another_configurations_model_dir_is_refused_by_flag(main, cpu):
 # Failures: the true cause first, exit 1
 
 
-def test_a_producers_own_error_ends_the_run(main, monkeypatch, cpu):
+def test_a_producers_own_error_ends_the_run(main, monkeypatch, flags):
     order = input_pipeline.epoch_order
     monkeypatch.setattr(
         input_pipeline, 'epoch_order', lambda *args: order(*args) + 1990
     )
-    done = main('train_multi_gpu.py', '--num_gpus', '2', *cpu)
+    done = main('train_multi_gpu.py', '--num_gpus', '2', *flags)
     assert done.status == 1
     assert done.err.startswith('ERROR: InvalidArgumentError: ')
     assert 'is not in [0, 2000)' in done.err.splitlines()[0]
@@ -351,13 +345,13 @@ def test_a_producers_own_error_ends_the_run(main, monkeypatch, cpu):
     assert len(threading.enumerate()) == 1
 
 
-def test_a_second_run_in_one_process_works(main, cpu):
+def test_a_second_run_in_one_process_works(main, flags):
     for _ in range(2):
-        assert main('train_multi_gpu.py', '--max_steps', '2', *cpu).status == 0
+        assert main('train_multi_gpu.py', '--max_steps', '2', *flags).status == 0
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(main, cpu):
-    flags = ['--model_dir', 'm'] + cpu
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(main, flags):
+    flags = ['--model_dir', 'm'] + flags
     for steps in ('5', '9'):
         assert main('train.py', '--max_steps', steps, *flags).status == 0
     path = 'm/model.ckpt-0-9.data-00000-of-00001'

@@ -202,6 +202,7 @@ def test_count_steps():
     assert input_pipeline.count_steps(pipeline, 0) == (0, 25)
     assert input_pipeline.count_steps(pipeline, 120) == (10, 15)
     assert input_pipeline.count_steps(pipeline, 300) == (25, 0)
+    assert input_pipeline.count_steps(pipeline, 400) == (33, 0)
 
 
 def test_the_same_permutation_on_both_tensorflow_lines():
@@ -213,6 +214,19 @@ def test_the_same_permutation_on_both_tensorflow_lines():
 def test_a_data_set_smaller_than_one_step_names_the_batch_that_fits():
     with pytest.raises(UserError, match='largest --batch_size that fits is 33'):
         input_pipeline.build(tagged(100), 64, 3, 0, training.create_state())
+
+
+def test_a_data_set_smaller_than_the_towers_says_so():
+    with pytest.raises(UserError, match='2 training images for 3 towers'):
+        input_pipeline.build(tagged(2), 64, 3, 0, training.create_state())
+
+
+def test_large_batches_keep_their_order_and_do_not_pile_up():
+    one = read_steps(6000, 1500, 1, 8)
+    assert (read_steps(6000, 500, 3, 8).reshape([8, 1500]) == one[:, 0]).all()
+    input_pipeline.build(tagged(6000), 1500, 2, 0, training.create_state())
+    batches = tf.get_default_graph().get_operation_by_name('input/batch_queue')
+    assert batches.get_attr('capacity') == 4
 
 
 def test_neither_graph_nor_checkpoint_holds_the_data():

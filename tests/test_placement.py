@@ -9,7 +9,7 @@ import pytest
 import train
 import train_multi_gpu
 import training
-import utils
+from command_line import OPTIMIZERS
 from tests.conftest import make_flags
 from tf1 import tf
 
@@ -64,7 +64,7 @@ def test_the_proof_refuses_what_has_no_gpu_kernel(gpu_build):
         assert not has_gpu_kernel(op), op.type
 
 
-@pytest.mark.parametrize('optimizer', utils.OPTIMIZERS)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(gpu_build, small, optimizer):
     devices = ['/gpu:%d' % i for i in range(4)]
     ops = build(train_multi_gpu, devices, small, '--optimizer', optimizer)

@@ -22,13 +22,6 @@ from tests.conftest import (
     without_times,
 )
 
-FLAGS = ['--device', 'cpu', '--xla', 'off']
-
-
-@pytest.fixture
-def flags(small_dir):
-    return FLAGS + ['--data_dir', small_dir]
-
 
 @pytest.mark.parametrize('num_gpus', [1, 2])
 def test_kill_9_at_any_moment_changes_no_bit(tmp_path, small_dir, num_gpus):

@@ -8,6 +8,7 @@ import train
 import train_multi_gpu
 import training
 import utils
+from command_line import OPTIMIZERS
 from model import ModelSpec
 from tests.conftest import THREADS, assert_same_bits, make_flags
 from tf1 import tf
@@ -114,7 +115,7 @@ def test_towers_make_the_updates_of_one_big_batch_in_float32(run_steps):
     assert np.median(differences) <= 1e-5, differences
 
 
-@pytest.mark.parametrize('optimizer', utils.OPTIMIZERS)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_every_optimizer_has_its_slots_once_for_any_number_of_towers(
     run_steps, optimizer
 ):

@@ -8,6 +8,7 @@ import pytest
 import train
 import training
 import utils
+from command_line import OPTIMIZERS
 from tests.conftest import make_flags, start
 from tf1 import tf
 
@@ -105,7 +106,7 @@ def fake_speed(take_steps):
 
 def test_the_baseline_runs_with_its_model_on_another_device(small):
     # As on a GPU: the queues, the state and the saver stay where the model is not.
-    for optimizer in utils.OPTIMIZERS:
+    for optimizer in OPTIMIZERS:
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             flags = make_flags('--optimizer', optimizer, '--xla', 'off')
             job = train.build_job(flags, '/cpu:1', small)

@@ -1,0 +1,206 @@
+"""The flags of the training scripts."""
+
+import argparse
+import math
+import os
+
+from utils import UserError
+
+MAX_TOWERS = 64
+OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
+
+
+def parse(description, networks, towers, argv=None):
+    """Returns the flags of a training script as an `argparse.Namespace`.
+
+    Args:
+      description: the first line of `--help`.
+      networks: the names `--model` takes.
+      towers: whether the script has towers, so `--num_gpus`.
+      argv: a list of strings; default the command line's.
+
+    Raises:
+      UserError: a flag is unknown, malformed or out of range.
+    """
+    parser = _Parser(description=description, allow_abbrev=False)
+    _add_run(parser.add_argument_group('the run'))
+    _add_saving(parser.add_argument_group('saving and stopping'))
+    _add_training(parser.add_argument_group('model and training'), networks)
+    _add_devices(parser.add_argument_group('devices'), towers)
+    _add_screen(parser.add_argument_group('screen'))
+    flags = parser.parse_args(argv)
+    if not towers:
+        flags.num_gpus = 1
+    return flags
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake costs one line instead of the whole usage."""
+
+    def error(self, message):
+        raise UserError('%s (see --help)' % message)
+
+
+def number(kind, low, high, above=False):
+    """Returns an argparse type: a finite `kind` in [low, high], or above `low`."""
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low):
+            raise argparse.ArgumentTypeError(
+                '%r is not %s %s %s and at most %s'
+                % (
+                    text,
+                    {int: 'a whole number', float: 'a number'}[kind],
+                    'above' if above else 'of at least',
+                    low,
+                    high,
+                )
+            )
+        return value
+
+    return parse
+
+
+def _gpu_list(text):
+    try:
+        numbers = [int(number) for number in text.split(',')]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(
+            '%r is not a list of different GPU numbers such as 0,2' % text
+        )
+    return numbers
+
+
+def _add_run(group):
+    group.add_argument(
+        '--data_dir',
+        default=os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data/mnist'),
+        help="IDX files in MNIST's layout (default: the data/mnist beside this script)",
+    )
+    group.add_argument(
+        '--model_dir',
+        help='where results go; one that holds a checkpoint is continued '
+        '(default: a new runs/<date>-<time>-<what>)',
+    )
+    group.add_argument(
+        '--epochs',
+        type=number(int, 1, 100000),
+        default=10,
+        help='epochs in all, those of a continued run included (default: 10)',
+    )
+    group.add_argument(
+        '--max_steps',
+        type=number(int, 1, 2**31 - 1),
+        help='stop after this many steps in all; the learning rate still follows '
+        '--epochs (default: no limit)',
+    )
+    group.add_argument(
+        '--seed',
+        type=number(int, 0, 2**31 - 1),
+        default=0,
+        help='of initial weights, order of images and dropout (default: 0)',
+    )
+
+
+def _add_saving(group):
+    group.add_argument(
+        '--max_minutes',
+        type=number(float, 0, 1e6, above=True),
+        help='save and stop before the process is this old (default: no limit)',
+    )
+    group.add_argument(
+        '--save_every_seconds',
+        type=number(float, 0, 1e9, above=True),
+        default=300,
+        help='save this often within an epoch too (default: 300)',
+    )
+    group.add_argument(
+        '--keep',
+        type=number(int, 1, 100000),
+        default=3,
+        help='how many of the last checkpoints stay (default: 3)',
+    )
+
+
+def _add_training(group, networks):
+    group.add_argument(
+        '--model',
+        choices=sorted(networks),
+        default='cnn',
+        help='the network, a function in model.py (default: cnn)',
+    )
+    group.add_argument(
+        '--dropout',
+        type=number(float, 0, 0.99),
+        default=0.4,
+        help='share of units dropped before each dense layer (default: 0.4)',
+    )
+    group.add_argument(
+        '--batch_size',
+        type=number(int, 1, 65536),
+        default=32,
+        help='images per tower and step (default: 32)',
+    )
+    group.add_argument(
+        '--optimizer',
+        choices=OPTIMIZERS,
+        default='adam',
+        help='update rule (default: adam)',
+    )
+    group.add_argument(
+        '--learning_rate',
+        type=number(float, 0, 100, above=True),
+        default=0.001,
+        help='of the first step (default: 0.001)',
+    )
+    group.add_argument(
+        '--schedule',
+        choices=('cosine', 'constant'),
+        default='cosine',
+        help='the learning rate falls to 0 as a cosine over --epochs, or stays '
+        '(default: cosine)',
+    )
+
+
+def _add_devices(group, towers):
+    if towers:
+        group.add_argument(
+            '--num_gpus',
+            type=number(int, 1, MAX_TOWERS),
+            help='towers, one per GPU (default: all visible GPUs, or 1)',
+        )
+    group.add_argument(
+        '--gpus',
+        type=_gpu_list,
+        help='which of the visible GPUs to use, such as 0,2 (default: the first ones)',
+    )
+    group.add_argument(
+        '--device',
+        choices=('auto', 'gpu', 'cpu'),
+        default='auto',
+        help='auto: GPUs, or the CPU with a warning if there is none; gpu and cpu '
+        'never use the other (default: auto)',
+    )
+
+    group.add_argument(
+        '--xla',
+        choices=('auto', 'on', 'off'),
+        default='auto',
+        help='compile the towers with XLA; auto: for CPU towers on TensorFlow 1.x, '
+        'where it pays (default: auto)',
+    )
+
+
+def _add_screen(group):
+    group.add_argument(
+        '--no_progress', action='store_true', help='no progress bar on a terminal'
+    )
+    group.add_argument(
+        '--verbose', action='store_true', help="TensorFlow's own messages too"
+    )
