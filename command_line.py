@@ -86,7 +86,7 @@ def _add_run(group):
     group.add_argument(
         '--model_dir',
         help='where results go; one that holds a checkpoint is continued '
-        '(default: a new runs/<date>-<time>-<what>)',
+        '(default: a new runs/<date>-<time>-<model>-<towers>)',
     )
     group.add_argument(
         '--epochs',

@@ -90,10 +90,15 @@ def _watch(reader, unblock):
         return
     if not select.select([reader], [], [], PATIENCE_SECONDS)[0]:
         # It may itself hang, and a second signal must still be heard.
-        threading.Thread(target=unblock, daemon=True).start()
+        threading.Thread(target=_call, args=(unblock,), daemon=True).start()
     second = _next_signal(reader)
     if second:
         os._exit(128 + second)
+
+
+def _call(unblock):
+    with contextlib.suppress(Exception):  # the session may be closed by now
+        unblock()
 
 
 def _next_signal(reader):

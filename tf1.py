@@ -41,7 +41,7 @@ def quiet_stderr():
         os.dup2(held.fileno(), 2)
         try:
             yield
-        except BaseException:
+        except Exception:
             os.dup2(stderr, 2)
             held.seek(0)
             os.write(2, held.read())
@@ -73,3 +73,5 @@ except ImportError as error:
         'requirements.txt`\n' % (sys.executable, sys.executable)
     )
     sys.exit(2)
+except KeyboardInterrupt:
+    sys.exit(130)

@@ -57,18 +57,33 @@ def finish(process):
     return time.time() - began
 
 
-def kill_until(argv, kills, seconds, rng):
-    """Kills `kills` runs of a command that needs `seconds` of training in all."""
+def newest(model_dir):
+    """Returns the name of the newest checkpoint, 'none' without any."""
+    return os.path.basename((checkpoints.find(model_dir) or ['none'])[0])
+
+
+def kill_often(argv, model_dir, kills, seconds, rng):
+    """Kills `kills` runs of a command that needs `seconds` of training in all.
+
+    Returns:
+      The newest checkpoint after each kill.
+    """
+    places = []
     for _ in range(kills):
+        before = newest(model_dir)
         process = start(argv)
         if rng.random() < 0.2:  # somewhere in the start
             time.sleep(rng.uniform(0, 3))
-        else:
+        else:  # somewhere after the first save
             wait_for_epoch(process)
-            time.sleep(rng.uniform(0, 1.2 * seconds / kills))
+            while newest(model_dir) == before and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.6 * seconds / kills))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL, 'it ended before the kill'
+        places.append(newest(model_dir))
+    return places
 
 
 def compare(whole, killed):
@@ -94,20 +109,20 @@ def soak(directory, data_dir, num_gpus, kills, epochs, seed=0, more=()):
     wait_for_epoch(process)
     seconds = finish(process)
     argv += ['--model_dir', killed]
-    kill_until(argv, kills, seconds, random.Random(seed))
-    left = [os.path.basename(p) for p in checkpoints.find(killed)[:1]]
+    places = kill_often(argv, killed, kills, seconds, random.Random(seed))
     finish(start(argv))
     rows = compare(whole, killed)
     return (
-        'TensorFlow %s, %d tower(s): %d kills, the last checkpoint then %s; %d epochs, '
-        '%d steps, all bits and rows equal'
+        'TensorFlow %s, %d tower(s), %d steps in %d epochs: %d kills, going on from %d '
+        'different checkpoints up to %s: all bits and rows equal'
         % (
             tf.version.VERSION,
             num_gpus,
-            kills,
-            ''.join(left) or 'none',
-            len(rows),
             rows[-1]['step'],
+            len(rows),
+            kills,
+            len(set(places) - {'none'}),
+            places[-1],
         )
     )
 

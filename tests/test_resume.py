@@ -26,7 +26,8 @@ from tests.conftest import (
 @pytest.mark.parametrize('num_gpus', [1, 2])
 def test_kill_9_at_any_moment_changes_no_bit(tmp_path, small_dir, num_gpus):
     more = ['--xla', 'off', '--batch_size', '20']
-    soak.soak(str(tmp_path), small_dir, num_gpus, kills=2, epochs=4, more=more)
+    line = soak.soak(str(tmp_path), small_dir, num_gpus, kills=2, epochs=6, more=more)
+    assert line.endswith('all bits and rows equal')
 
 
 # Resume elsewhere and otherwise
@@ -299,3 +300,18 @@ def test_a_mistake_leaves_an_existing_directory_as_it_was(main, flags):
         done = main('train.py', '--model_dir', 'm', *(flags + mistake))
         assert done.status == 2, done.err
         assert read_files('m') == before
+
+
+def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
+    for wait in (0.6, 1.0):
+        process = subprocess.Popen(
+            [sys.executable, os.path.join(ROOT, 'train.py')] + flags,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+        )
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert 'Traceback' not in err, err
