@@ -78,8 +78,15 @@ def prune(directory, keep):
     """Deletes all but the last `keep` checkpoints in a directory."""
     for prefix in find(directory)[keep:]:
         # The index first: without it the rest is no checkpoint, at any moment.
-        for path in [prefix + '.index'] + _glob(*os.path.split(prefix + '.data-*')):
+        _remove([prefix + '.index'] + _glob(*os.path.split(prefix + '.data-*')))
+
+
+def _remove(paths):
+    for path in paths:
+        try:
             os.remove(path)
+        except OSError as error:
+            log.warning('%s: %s', path, error.strerror)
 
 
 def _explain(error, directory):
@@ -103,11 +110,7 @@ def remove_litter(directory):
     for path in _glob(directory, 'model.ckpt-*.data-*'):
         if path.rpartition('.data-')[0] not in whole:
             litter.append(path)
-    for path in litter:
-        try:
-            os.remove(path)
-        except OSError as error:
-            log.warning('%s: %s', path, error.strerror)
+    _remove(litter)
 
 
 def find_fault(prefix):
@@ -135,14 +138,20 @@ def find_good(model_dir):
     Raises:
       UserError: there have been checkpoints, and none can be read.
     """
-    # Saver writes it after the first checkpoint is whole.
-    had_one = os.path.exists(os.path.join(model_dir, 'checkpoint'))
     prefixes = find(model_dir)
+    data = {p.rpartition('.data-')[0] for p in _glob(model_dir, 'model.ckpt-*.data-*')}
+    orphans = sorted(data - set(prefixes))
+    best = find(os.path.join(model_dir, 'best'))
+    # Saver writes its state file after the first checkpoint is whole, and a kill
+    # before that leaves one orphan, and a best one of the first epoch, at most.
+    had_one = (
+        os.path.exists(os.path.join(model_dir, 'checkpoint'))
+        or len(orphans) > 1
+        or any(_position(prefix)[0] > 1 for prefix in best)
+    )
     if had_one:
-        for path in _glob(model_dir, 'model.ckpt-*.data-*'):
-            prefix = path.rpartition('.data-')[0]
-            if prefix not in prefixes:
-                log.warning('%s has no .index, lost or never written: left out', prefix)
+        for prefix in orphans:
+            log.warning('%s has no .index, lost or never written: left out', prefix)
     damaged = []
     for prefix in prefixes:
         fault = find_fault(prefix)

@@ -46,7 +46,7 @@ def build(examples, devices, build_model):
     return evaluation, {**feed_images, **feed_labels}
 
 
-def make_evaluate(session, evaluation, check=lambda: None):
+def make_evaluate(session, evaluation, find_stop=lambda: None):
     """Returns a function () -> (mean loss, accuracy) over all examples, floats.
 
     Losses and predictions are reduced here in the examples' order: the same score
@@ -55,7 +55,7 @@ def make_evaluate(session, evaluation, check=lambda: None):
     Args:
       session: where the variables are.
       evaluation: an `Evaluation`.
-      check: called before each run; what it raises ends the evaluation.
+      find_stop: () -> a `RunStopped` that ends the evaluation, or None.
     """
     labels = evaluation.labels
     read = session.make_callable(
@@ -66,7 +66,7 @@ def make_evaluate(session, evaluation, check=lambda: None):
     def evaluate():
         parts = []
         for start in range(0, len(labels), rows):
-            check()
+            utils.raise_if(find_stop())
             parts.append(read(start))
         losses, predictions = (
             np.concatenate(part)[: len(labels)] for part in zip(*parts)

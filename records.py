@@ -268,19 +268,26 @@ def read_metrics(model_dir, epochs_done):
     Args:
       model_dir: the directory of the run.
       epochs_done: how many epochs the restored checkpoint has seen.
+
+    Raises:
+      UserError: the file can't be read.
     """
     path = os.path.join(model_dir, 'metrics.jsonl')
-    rows = []
     try:
-        with open(path, encoding='utf-8') as file:
-            for line in file:
-                row = json.loads(line)
-                if row['epoch'] <= epochs_done:
-                    rows.append(row)
+        with open(path, encoding='utf-8', errors='replace') as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning('%s is damaged after %d rows (%s)', path, len(rows), error)
+        return []
+    except OSError as error:
+        raise UserError('%s: %s' % (path, error.strerror)) from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if row['epoch'] <= epochs_done:
+                rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            log.warning('%s: line %d is damaged and dropped', path, number)
     return rows
 
 

@@ -22,24 +22,18 @@ RESERVE_SECONDS = 10.0
 _received = []
 
 
-def find_signal():
-    """Returns a `RunStopped` once a signal has come, until then None."""
-    if not _received:
-        return None
-    name = signal.Signals(_received[0]).name
-    return RunStopped('stopped by %s' % name, 128 + _received[0])
-
-
-def check(deadline=None):
-    """Raises `RunStopped` once a signal has come or the deadline has passed.
+def find_stop(deadline=None):
+    """Returns a `RunStopped` once a signal has come or the deadline has passed.
 
     Args:
       deadline: seconds on `time.monotonic`'s clock, or None.
     """
     if _received:
-        raise find_signal()
+        name = signal.Signals(_received[0]).name
+        return RunStopped('stopped by %s' % name, 128 + _received[0])
     if deadline is not None and time.monotonic() >= deadline:
-        raise RunStopped('--max_minutes is nearly over', 0)
+        return RunStopped('--max_minutes is nearly over', 0)
+    return None
 
 
 def find_deadline(max_minutes):
@@ -51,21 +45,25 @@ def find_deadline(max_minutes):
 
 
 @contextlib.contextmanager
-def signals(unblock):
-    """Inside the block SIGINT and SIGTERM are for `check` to find.
+def signals(unblock, deadline=None):
+    """Inside the block SIGINT and SIGTERM are for `find_stop` to find.
 
     A second signal ends the process at once.
 
     Args:
-      unblock: called in a thread when a signal has not ended the block within
-        PATIENCE_SECONDS; makes what the main thread may be waiting for fail.
+      unblock: called in a thread when a signal or the deadline has not ended the
+        block within PATIENCE_SECONDS; makes what the main thread may be waiting for
+        fail.
+      deadline: as in `find_stop`.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     handled = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, _receive) for number in handled}
     wakeup_before = signal.set_wakeup_fd(writer)
-    watcher = threading.Thread(target=_watch, args=(reader, unblock), daemon=True)
+    before = {number: signal.signal(number, _receive) for number in handled}
+    watcher = threading.Thread(
+        target=_watch, args=(reader, unblock, deadline), daemon=True
+    )
     watcher.start()
     try:
         yield
@@ -85,15 +83,21 @@ def _receive(number, frame):
     _received.append(number)
 
 
-def _watch(reader, unblock):
-    if not _next_signal(reader):
+def _watch(reader, unblock, deadline):
+    if _wait(reader, deadline) and not _next_signal(reader):
         return
-    if not select.select([reader], [], [], PATIENCE_SECONDS)[0]:
+    if not _wait(reader, time.monotonic() + PATIENCE_SECONDS):
         # It may itself hang, and a second signal must still be heard.
         threading.Thread(target=_call, args=(unblock,), daemon=True).start()
-    second = _next_signal(reader)
-    if second:
-        os._exit(128 + second)
+    last = _next_signal(reader)
+    if last:
+        os._exit(128 + last)
+
+
+def _wait(reader, until):
+    """Waits for a byte until the given time; returns whether there is one."""
+    seconds = None if until is None else max(0, until - time.monotonic())
+    return bool(select.select([reader], [], [], seconds)[0])
 
 
 def _call(unblock):

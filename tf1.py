@@ -7,8 +7,10 @@ fails or `--verbose` is on the command line.
 import contextlib
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 
 # Seconds on time.monotonic's clock; the import below is part of the run.
@@ -51,12 +53,28 @@ def quiet_stderr():
             os.close(stderr)
 
 
+@contextlib.contextmanager
+def leave_at_once():
+    """Inside the block Ctrl-C ends the process.
+
+    Libraries that are being imported may swallow a KeyboardInterrupt.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def import_tensorflow():
     """Returns `tensorflow.compat.v1` with v2 behaviour off."""
     if not VERBOSE:
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
-    with quiet_stderr():
+    with quiet_stderr(), leave_at_once():
         import tensorflow.compat.v1 as tensorflow
 
         tensorflow.disable_v2_behavior()
@@ -73,5 +91,3 @@ except ImportError as error:
         'requirements.txt`\n' % (sys.executable, sys.executable)
     )
     sys.exit(2)
-except KeyboardInterrupt:
-    sys.exit(130)

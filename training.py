@@ -37,12 +37,14 @@ Job = collections.namedtuple(
     'Job', 'state learning_rate train_op pipeline evaluation feeds'
 )
 
-# accuracy: placeholder for the epoch's validation accuracy. op: the move.
-EndOfEpoch = collections.namedtuple('EndOfEpoch', 'accuracy op')
+# op: moves the state to the start of the next epoch. set_best: sets the best accuracy
+# to what is fed to `accuracy`.
+EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 
 # What the loop calls: functions of a session, each made once.
 Calls = collections.namedtuple(
-    'Calls', 'step read_state evaluate finish_epoch read_learning_rate save check'
+    'Calls',
+    'step read_state evaluate finish_epoch set_best read_learning_rate save find_stop',
 )
 
 
@@ -158,16 +160,15 @@ def check_finite(grads_and_vars, spec, tower):
 
 
 def build_end_of_epoch(state):
-    """Builds what moves the state to the start of the next epoch: an `EndOfEpoch`."""
+    """Builds what an epoch ends with: an `EndOfEpoch`."""
     accuracy = tf.placeholder(tf.float64, [], 'accuracy')
     op = tf.group(
         state.epoch.assign_add(1),
         state.epoch_images.assign(0),
         state.loss_sum.assign(0),
         state.correct.assign(0),
-        state.best_acc.assign(tf.maximum(state.best_acc, accuracy)),
     )
-    return EndOfEpoch(accuracy, op)
+    return EndOfEpoch(op, accuracy, state.best_acc.assign(accuracy).op)
 
 
 # Running
@@ -199,26 +200,27 @@ def run(flags, devices, data, job, model_dir):
     threads = threads or utils.choose_threads(devices.towers)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(open_session(devices, threads))
-        stack.enter_context(stopping.signals(lambda: session.run(close_queues)))
+        deadline = stopping.find_deadline(flags.max_minutes)
+        find_stop = functools.partial(stopping.find_stop, deadline)
+        stack.enter_context(
+            stopping.signals(lambda: session.run(close_queues), deadline)
+        )
         session.run(initialise, job.feeds)
         restored = checkpoints.restore(saver, session, model_dir)
         session.run(job.pipeline.start)
         config = records.describe(flags, devices, data, threads)
         records.begin(model_dir, config)
         screen.introduce(flags, config, restored, model_dir)
-        stack.enter_context(queue_runners(session))
-        train(
-            flags, job, make_calls(session, saver, job, end_of_epoch, flags), model_dir
-        )
+        calls = make_calls(session, saver, job, end_of_epoch, flags.keep, find_stop)
+        stack.enter_context(queue_runners(session, find_stop))
+        train(flags, job, calls, model_dir)
 
 
-def make_calls(session, saver, job, end_of_epoch, flags):
+def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
     """Returns the `Calls` of a run."""
-    deadline = stopping.find_deadline(flags.max_minutes)
-    check = functools.partial(stopping.check, deadline)
     read = session.make_callable(list(job.state))
 
-    def save(directory, state, keep=flags.keep):
+    def save(directory, state, keep=keep):
         return checkpoints.save(
             saver, session, directory, state.epoch, state.global_step, keep
         )
@@ -226,11 +228,12 @@ def make_calls(session, saver, job, end_of_epoch, flags):
     return Calls(
         step=session.make_callable(job.train_op),
         read_state=lambda: State(*read()),
-        evaluate=evaluation.make_evaluate(session, job.evaluation, check),
-        finish_epoch=session.make_callable(end_of_epoch.op, [end_of_epoch.accuracy]),
+        evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
+        finish_epoch=session.make_callable(end_of_epoch.op),
+        set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
         read_learning_rate=session.make_callable(job.learning_rate),
         save=save,
-        check=check,
+        find_stop=find_stop,
     )
 
 
@@ -247,14 +250,14 @@ def train(flags, job, calls, model_dir):
             % (calls.read_state().global_step + 1, found.group(1), found.group(2))
         ) from None
     except (RunStopped, tf.errors.OutOfRangeError) as error:
-        # Queues that were closed to let a signal through make the step fail.
-        stopped = error if isinstance(error, RunStopped) else stopping.find_signal()
+        # Queues that were closed to let a stop through make the step fail.
+        stopped = error if isinstance(error, RunStopped) else calls.find_stop()
         if stopped is None:
             raise
         save_stopped(stopped, calls, model_dir)
         raise stopped from None
     if not saved:
-        raise RunFailed('the last save failed: %s lacks what came after' % model_dir)
+        raise RunFailed('the last save in %s failed' % model_dir)
     log.info('results: %s', model_dir)
 
 
@@ -275,7 +278,7 @@ def run_epochs(flags, job, calls, model_dir):
         screen.log_score('valid', *calls.evaluate())
     warm_up = WARM_UP_STEPS
     while now.epoch < flags.epochs and now.global_step < last_step:
-        calls.check()
+        utils.raise_if(calls.find_stop())
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
         done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
@@ -298,7 +301,7 @@ def run_epochs(flags, job, calls, model_dir):
             break
         rate = float(calls.read_learning_rate())
         rows.append(make_row(now, valid, rate, speed, time.time() - began))
-        saved = finish_epoch(calls, model_dir, rows, is_best=valid[1] > now.best_acc)
+        saved = finish_epoch(calls, model_dir, rows, now.best_acc)
         now = calls.read_state()
     return saved
 
@@ -326,23 +329,29 @@ def make_row(state, valid, learning_rate, images_per_second, seconds):
     )
 
 
-def finish_epoch(calls, model_dir, rows, is_best):
+def finish_epoch(calls, model_dir, rows, best_acc):
     """Records and saves an epoch; returns whether that worked.
+
+    `best_acc` is the score of what is in `best/`: if the new best can't be saved
+    there, it stays, and the next epoch that beats it is tried.
 
     The model_dir's own checkpoint comes last. After a kill before it, the epoch is
     trained again, and its row and its best checkpoint are written anew; the best one
     before it is there till then.
     """
-    calls.finish_epoch(rows[-1]['valid_acc'])
-    recorded = records.write_metrics(model_dir, rows)
-    now = calls.read_state()
+    calls.finish_epoch()
+    saved = records.write_metrics(model_dir, rows)
     best_dir = os.path.join(model_dir, 'best')
-    if is_best:
-        recorded &= calls.save(best_dir, now, keep=2)
-    if not calls.save(model_dir, now):
+    valid_acc = rows[-1]['valid_acc']
+    if valid_acc > best_acc:
+        calls.set_best(valid_acc)
+        if not calls.save(best_dir, calls.read_state(), keep=2):
+            calls.set_best(best_acc)
+            saved = False
+    if not calls.save(model_dir, calls.read_state()):
         return False
     checkpoints.prune(best_dir, keep=1)
-    return recorded
+    return saved
 
 
 def save_stopped(stopped, calls, model_dir):
@@ -386,7 +395,7 @@ def make_between(flags, calls, bar, steps, model_dir):
 
     def between(done):
         nonlocal refresh_at, save_at
-        calls.check()
+        utils.raise_if(calls.find_stop())
         now = time.perf_counter()
         if now >= refresh_at or (done == steps and not bar.disable):
             screen.refresh(bar, done, *train_score(calls.read_state()))
@@ -411,24 +420,26 @@ def open_session(devices, threads):
 
 
 @contextlib.contextmanager
-def queue_runners(session):
+def queue_runners(session, find_stop=lambda: None):
     """Feeds the queues inside the block; no thread outlives it.
 
     A dead producer closes its queue, and the step only learns of that: the
-    producer's own error is what is raised.
+    producer's own error is what is raised, unless `find_stop` says that the queues
+    were closed to stop the run.
     """
     coordinator = tf.train.Coordinator()
     threads = tf.train.start_queue_runners(session, coordinator)
     cause = None
     try:
         yield
-    except Exception as error:
+    except (Exception, RunStopped) as error:
         cause = error
     coordinator.request_stop()
     try:
         coordinator.join(threads, stop_grace_period_secs=GRACE_SECONDS)
     except Exception as producers_own:
-        if cause is None or isinstance(cause, tf.errors.OutOfRangeError):
+        masked = cause is None or isinstance(cause, tf.errors.OutOfRangeError)
+        if masked and not find_stop():
             cause = producers_own
     if any(thread.is_alive() for thread in threads):
         # A thread stuck in a kernel: closing the session would wait for it for ever.

@@ -18,12 +18,21 @@ class UserError(Exception):
     """A mistake of the user's: its text is the one line that is shown, exit 2."""
 
 
-class RunStopped(Exception):
-    """A signal or the time limit ends the run; `status` is the process's."""
+class RunStopped(BaseException):
+    """A signal or the time limit ends the run; `status` is the process's.
+
+    Like KeyboardInterrupt nothing for an `except Exception` on its way.
+    """
 
     def __init__(self, reason, status):
         super().__init__(reason)
         self.status = status
+
+
+def raise_if(stop):
+    """Raises a `RunStopped` if there is one."""
+    if stop is not None:
+        raise stop
 
 
 class RunFailed(Exception):
@@ -110,10 +119,12 @@ def choose_threads(towers):
     CPU towers share the cores. On TensorFlow 2.x one thread inside each op is
     fastest for any number of towers; 1.15 needs all cores inside its ops.
     """
-    if not towers[0].startswith('/cpu'):
-        return 0, 0
     cores = count_cores()
-    return cores if tf.version.VERSION.startswith('1.') else 1, cores
+    # A thread more than a stuck producer holds, or nothing could close its queue.
+    inter_op = max(2, cores)
+    if not towers[0].startswith('/cpu'):
+        return 0, 0 if cores > 1 else inter_op
+    return cores if tf.version.VERSION.startswith('1.') else 1, inter_op
 
 
 def use_xla(choice, towers):
@@ -247,7 +258,7 @@ def run_main(main):
     try:
         main()
         return 0
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, RunStopped, KeyboardInterrupt) as error:
         return report(error)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,9 @@
 """Damaged, foreign and missing files; full disks; rotation and the best."""
 
+import glob
 import os
 import resource
+import shutil
 import signal
 import subprocess
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import checkpoints
+import model
 import train_multi_gpu
 import training
 import utils
@@ -28,12 +31,21 @@ from tf1 import tf
 DATA = '.data-00000-of-00001'
 
 
-@pytest.fixture
-def two(main, flags):
-    """A model_dir 'm' with two checkpoints, after steps 3 and 5."""
+@pytest.fixture(scope='session')
+def trained(small_dir, tmp_path_factory):
+    """A model_dir with two checkpoints, after steps 3 and 5."""
+    place = str(tmp_path_factory.mktemp('trained') / 'm')
+    flags = ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
     for steps in ('3', '5'):
-        done = main('train.py', '--model_dir', 'm', '--max_steps', steps, *flags)
-        assert done.status == 0
+        run = ['--model_dir', place, '--max_steps', steps]
+        assert command('train.py', *(run + flags)).status == 0
+    return place
+
+
+@pytest.fixture
+def two(trained):
+    """A copy of `trained` as 'm'; its checkpoints, newest first."""
+    shutil.copytree(trained, 'm')
     return ['m/model.ckpt-0-5', 'm/model.ckpt-0-3']
 
 
@@ -116,6 +128,18 @@ def test_what_a_kill_leaves_is_removed(main, flags, two):
     assert not [path for path in litter if os.path.exists(path)]
 
 
+@pytest.mark.parametrize('lost', ['.index', '*'])
+def test_lost_indexes_and_state_are_no_fresh_start(main, flags, lost):
+    flags += ['--model_dir', 'm', '--batch_size', '500', '--epochs']
+    assert main('train.py', *(flags + ['2'])).status == 0
+    for path in glob.glob('m/*ckpt*' + lost) + ['m/checkpoint']:
+        os.remove(path)
+    before = read_files('m')
+    done = main('train.py', *(flags + ['3']))
+    assert done.status == 2 and 'no checkpoint in it can be read' in done.err
+    assert read_files('m') == before
+
+
 def test_what_a_kill_in_the_first_save_leaves_does_not_block(main, flags):
     os.mkdir('m')
     empty('m/model.ckpt-0-6' + DATA)
@@ -131,13 +155,15 @@ def test_what_a_kill_in_the_first_save_leaves_does_not_block(main, flags):
     [
         (['--optimizer', 'sgd'], '--optimizer adam, not sgd'),
         (['--seed', '3'], '--seed 0, not 3'),
+        (['--model', 'other'], '--model cnn, not other'),
         (
             ['--seed', '3', '--optimizer', 'momentum'],
             '--optimizer adam, not momentum and --seed 0, not 3',
         ),
     ],
 )
-def test_flags_that_matter_are_named(main, flags, two, change, told):
+def test_flags_that_matter_are_named(main, flags, two, change, told, monkeypatch):
+    monkeypatch.setitem(model.NETWORKS, 'other', model.cnn)
     before = read_files('m')
     done = main('train.py', '--model_dir', 'm', *(change + flags))
     assert done.status == 2 and done.err.count('\n') == 1
@@ -148,8 +174,6 @@ def test_flags_that_matter_are_named(main, flags, two, change, told):
 def test_other_variables_are_named_even_without_a_config(main, flags, two, monkeypatch):
     os.remove('m/config.json')
     before = read_files('m')
-    import model
-
     monkeypatch.setitem(
         model.NETWORKS,
         'cnn',
@@ -212,16 +236,18 @@ def test_a_damaged_config_is_told_in_one_line(main, flags, two, text):
     assert 'm/config.json' in done.err
 
 
-@pytest.mark.parametrize('torn', ['{"epoch": 1, "st', 'garbage}\n', '{"a": 1}\n'])
-def test_a_damaged_metrics_file_does_not_end_the_run(main, flags, torn):
+@pytest.mark.parametrize('line', ['{"epoch": 1, "st', 'garbage}', '{"a": 1}', '[]'])
+def test_a_damaged_line_of_metrics_costs_no_other(main, flags, line):
     flags += ['--model_dir', 'm', '--batch_size', '500']
-    assert main('train.py', '--epochs', '1', *flags).status == 0
-    with open('m/metrics.jsonl', 'a') as file:
-        file.write(torn)
-    done = main('train.py', '--epochs', '2', *flags)
+    assert main('train.py', '--epochs', '2', *flags).status == 0
+    with open('m/metrics.jsonl') as file:
+        rows = file.read()
+    with open('m/metrics.jsonl', 'w') as file:
+        file.write(line + '\n' + rows + line)
+    done = main('train.py', '--epochs', '3', *flags)
     assert done.status == 0
-    assert 'm/metrics.jsonl is damaged after 1 rows' in done.err
-    assert [row['epoch'] for row in read_metrics('m')] == [1, 2]
+    assert 'm/metrics.jsonl: line 1 is damaged' in done.err
+    assert [row['epoch'] for row in read_metrics('m')] == [1, 2, 3]
 
 
 def test_a_directory_in_a_files_place_is_told_in_one_line(main, flags):
@@ -283,6 +309,30 @@ def test_a_best_checkpoint_of_later_than_the_restored_one_is_not_taken_for_it(
     assert_same_bits(expected, again)
 
 
+def test_a_best_that_could_not_be_saved_is_not_taken_for_saved(
+    main, flags, monkeypatch
+):
+    scores = iter([0.5, 0.9, 0.8])
+    monkeypatch.setattr(
+        training.evaluation, 'make_evaluate', lambda *_: lambda: (1.0, next(scores))
+    )
+    save = checkpoints.save
+
+    def failing_save(saver, session, directory, epochs_done, *more):
+        if directory == 'm/best' and epochs_done == 2:
+            return False
+        return save(saver, session, directory, epochs_done, *more)
+
+    monkeypatch.setattr(checkpoints, 'save', failing_save)
+    flags += ['--model_dir', 'm', '--batch_size', '500', '--epochs']
+    assert main('train.py', *(flags + ['2'])).status == 1
+    assert checkpoints.find('m/best') == ['m/best/model.ckpt-1-4']
+    assert read_checkpoint('m/model.ckpt-2-8')['training/best_acc'] == 0.5
+    assert main('train.py', *(flags + ['3'])).status == 0
+    assert checkpoints.find('m/best') == ['m/best/model.ckpt-3-12']
+    assert read_checkpoint('m/model.ckpt-3-12')['training/best_acc'] == 0.8
+
+
 # Full disks
 
 
@@ -301,7 +351,7 @@ def test_a_failed_save_is_told_and_the_older_one_stays(flags, main):
     errors = [line for line in done.err.splitlines() if line.startswith('ERROR')]
     saves = [line for line in errors if 'm/model.ckpt-' in line]
     assert len(saves) == 2 and 'is not saved' in saves[0] and 'MB free' in saves[0]
-    assert errors[-1].startswith('ERROR: the last save failed')
+    assert errors[-1].startswith('ERROR: the last save in m failed')
     assert 'Traceback' not in done.err
     assert 'Epoch 3/3' in done.out, 'training goes on'
     assert {k: v for k, v in read_files('m').items() if 'ck' in k} == before
@@ -376,6 +426,20 @@ def test_a_nan_names_step_and_tower_and_updates_nothing():
             session.run(step)
         after = session.run(tf.global_variables())
     assert [v.tobytes() for v in before] == [v.tobytes() for v in after]
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is():
+    w = tf.get_variable('w', [1], initializer=tf.zeros_initializer())
+    losses = tf.sqrt(w)  # 0, and its slope is infinite
+    spec = ModelSpec(tf.reduce_mean(losses), losses, tf.zeros([1]), None, None)
+    grads = training.create_optimizer('sgd', 0.1).compute_gradients(spec.loss)
+    grads, spec = training.check_finite(grads, spec, tower=3)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        assert session.run(spec.losses) == 0
+        found = 'tower 3: the gradient of w : Tensor had Inf'
+        with pytest.raises(tf.errors.InvalidArgumentError, match=found):
+            session.run(grads[0][0])
 
 
 def test_a_diverging_run_ends_with_step_and_tower(main, flags):
