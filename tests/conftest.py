@@ -24,9 +24,20 @@ from tf1 import tf
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 tf1.VERBOSE = False  # pytest --verbose is not meant
-THREADS = (1, 2)  # every session of a process has the thread pools of the first
+THREADS = utils.choose_threads(['/cpu:0'])
 
 Finished = collections.namedtuple('Finished', 'status out err')
+
+
+@pytest.fixture(scope='session', autouse=True)
+def thread_pools():
+    """Opens the first session, whose thread pools all later ones of a process get.
+
+    Bits depend on them: what is trained here must equal what a script trains.
+    """
+    one = utils.choose_devices('cpu', 1)
+    with tf.Graph().as_default(), training.open_session(one, THREADS) as session:
+        session.run(tf.matmul(tf.ones([64, 64]), tf.ones([64, 64])))
 
 
 @pytest.fixture(autouse=True)
