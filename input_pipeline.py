@@ -202,20 +202,7 @@ def build(examples, batch_size, num_towers, seed, state):
     """
     num_images = len(examples.images)
     global_batch = batch_size * num_towers
-    if num_images < num_towers:
-        raise UserError('%d training images for %d towers' % (num_images, num_towers))
-    if num_images < global_batch:
-        raise UserError(
-            '%d training images are less than one step takes (%d per tower x %d '
-            'towers = %d): the largest --batch_size that fits is %d'
-            % (
-                num_images,
-                batch_size,
-                num_towers,
-                global_batch,
-                num_images // num_towers,
-            )
-        )
+    _check_size(num_images, batch_size, num_towers)
     with tf.device('/cpu:0'), tf.name_scope('input'):
         images, feed_images = hold(examples.images, 'images')
         labels, feed_labels = hold(examples.labels, 'labels')
@@ -237,6 +224,25 @@ def build(examples, batch_size, num_towers, seed, state):
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
     return Pipeline(batches, start, num_images, global_batch), feeds
+
+
+def _check_size(num_images, batch_size, num_towers):
+    """Refuses a data set smaller than one step's images."""
+    global_batch = batch_size * num_towers
+    if num_images < num_towers:
+        raise UserError('%d training images for %d towers' % (num_images, num_towers))
+    if num_images < global_batch:
+        raise UserError(
+            '%d training images are less than one step takes (%d per tower x %d '
+            'towers = %d): the largest --batch_size that fits is %d'
+            % (
+                num_images,
+                batch_size,
+                num_towers,
+                global_batch,
+                num_images // num_towers,
+            )
+        )
 
 
 def _build_index_queue(num_images, global_batch, seed, state):

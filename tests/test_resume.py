@@ -357,4 +357,4 @@ def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
         env=dict(os.environ, PYTHONPATH=os.getcwd()),
     )
     wait_for(process, 'importing')
-    end(process, signal.SIGINT)
+    assert end(process, signal.SIGINT) == ('', '')
