@@ -187,7 +187,26 @@ def _add_devices(group, towers):
         help='auto: GPUs, or the CPU with a warning if there is none; gpu and cpu '
         'never use the other (default: auto)',
     )
-
+    if towers:
+        group.add_argument(
+            '--variable_device',
+            choices=('cpu', 'gpu', 'spread'),
+            default='cpu',
+            help='where the shared variables are: on the CPU, on the first GPU, or on '
+            'all GPUs, about as many bytes on each (default: cpu)',
+        )
+        group.add_argument(
+            '--gradient_packs',
+            type=number(int, 0, 1024),
+            default=0,
+            help='join the gradients of a tower into this many buffers before they '
+            'leave its device; 0: each goes by itself (default: 0)',
+        )
+    group.add_argument(
+        '--staging',
+        action='store_true',
+        help='copy each batch to its device one step ahead',
+    )
     group.add_argument(
         '--xla',
         choices=('auto', 'on', 'off'),
@@ -195,6 +214,13 @@ def _add_devices(group, towers):
         help='compile the towers with XLA; auto: for CPU towers on TensorFlow 1.x, '
         'where it pays (default: auto)',
     )
+    for kind, what in (('intra', 'inside an op'), ('inter', 'for ops side by side')):
+        group.add_argument(
+            '--%s_op_threads' % kind,
+            type=number(int, 0, 4096),
+            help="threads %s; 0: TensorFlow's choice (default: what was fastest, or "
+            'what the continued run had)' % what,
+        )
 
 
 def _add_screen(group):

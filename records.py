@@ -21,12 +21,15 @@ from utils import UserError, log
 BINDING_FLAGS = {'model', 'optimizer', 'seed'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
+    'gradient_packs',
     'keep',
     'max_minutes',
     'max_steps',
     'model_dir',
     'no_progress',
     'save_every_seconds',
+    'staging',
+    'variable_device',
     'verbose',
 }
 

@@ -31,6 +31,8 @@ def build_job(flags, device, data):
     pipeline, feeds = input_pipeline.build(
         data.train, flags.batch_size, 1, flags.seed, state
     )
+    if flags.staging:
+        pipeline = input_pipeline.stage(pipeline, [device])
     learning_rate = training.learning_rate(
         flags.learning_rate,
         flags.schedule,
@@ -52,7 +54,7 @@ def build_job(flags, device, data):
         gradients = optimizer.compute_gradients(spec.loss)
         gradients, spec = training.check_finite(gradients, spec, tower=0)
     train_op = training.apply_gradients(
-        optimizer, gradients, learning_rate, [spec], state
+        optimizer, gradients, learning_rate, [spec], state, pipeline.puts
     )
     evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
     feeds.update(more_feeds)

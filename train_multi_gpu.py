@@ -6,6 +6,7 @@ import sys
 
 import command_line
 import evaluation
+import gradient_packs
 import input_pipeline
 import model
 import records
@@ -26,13 +27,15 @@ def main():
             training.run(flags, devices, data, job, model_dir)
 
 
-def build_job(flags, devices, data):
+def build_job(flags, devices, data, build_input=input_pipeline.build):
     """Builds the whole graph, a tower per device; returns it as a `training.Job`."""
     tf.set_random_seed(flags.seed)
     state = training.create_state()
-    pipeline, feeds = input_pipeline.build(
+    pipeline, feeds = build_input(
         data.train, flags.batch_size, len(devices), flags.seed, state
     )
+    if flags.staging:
+        pipeline = input_pipeline.stage(pipeline, devices)
     build_model = functools.partial(
         model.model_fn,
         network=model.NETWORKS[flags.model],
@@ -53,19 +56,31 @@ def build_job(flags, devices, data):
         pipeline.num_images,
     )
     optimizer = training.create_optimizer(flags.optimizer, learning_rate)
-    xla = utils.use_xla(flags.xla, devices)
     specs, tower_grads = build_towers(
-        devices, pipeline.batches, build_tower, optimizer, xla
+        devices,
+        pipeline.batches,
+        build_tower,
+        optimizer,
+        utils.use_xla(flags.xla, devices),
+        utils.place_variables(flags.variable_device, devices),
     )
+    packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     train_op = training.apply_gradients(
-        optimizer, average_gradients(tower_grads), learning_rate, specs, state
+        optimizer,
+        gradient_packs.unpack(average_gradients(packed)),
+        learning_rate,
+        specs,
+        state,
+        pipeline.puts,
     )
     evaluated, more_feeds = evaluation.build(data.valid, devices, build_model)
     feeds.update(more_feeds)
     return training.Job(state, learning_rate, train_op, pipeline, evaluated, feeds)
 
 
-def build_towers(devices, batches, build_tower, optimizer, xla=False):
+def build_towers(
+    devices, batches, build_tower, optimizer, xla=False, place_variable=utils.on_cpu
+):
     """Builds a tower per device; all share the variables that the first creates.
 
     Args:
@@ -74,6 +89,7 @@ def build_towers(devices, batches, build_tower, optimizer, xla=False):
       build_tower: (tower, *batch) -> `ModelSpec`.
       optimizer: a `tf.train.Optimizer`.
       xla: whether XLA compiles the towers.
+      place_variable: (op of a variable) -> the device it goes to.
 
     Returns:
       (specs, tower_grads): per tower, its `ModelSpec` and what `compute_gradients`
@@ -81,7 +97,7 @@ def build_towers(devices, batches, build_tower, optimizer, xla=False):
     """
     specs, tower_grads = [], []
     for tower, (device, batch) in enumerate(zip(devices, batches)):
-        place = utils.on_tower(device, tower > 0, xla)
+        place = utils.on_tower(device, tower > 0, xla, place_variable)
         with place, tf.name_scope('tower_%d' % tower):
             spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.

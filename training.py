@@ -44,7 +44,8 @@ EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 # What the loop calls: functions of a session, each made once.
 Calls = collections.namedtuple(
     'Calls',
-    'step read_state evaluate finish_epoch set_best read_learning_rate save find_stop',
+    'prefill step read_state evaluate finish_epoch set_best read_learning_rate save '
+    'find_stop',
 )
 
 
@@ -102,7 +103,7 @@ def create_optimizer(name, learning_rate):
     }[name]()
 
 
-def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state):
+def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts=()):
     """Returns the op of one step: one update, and the epoch's running sums.
 
     Call it outside every variable scope: slots take the scope as a prefix.
@@ -113,6 +114,7 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state):
       learning_rate: what the optimizer uses.
       specs: the `ModelSpec` of each tower.
       state: the `State` to advance.
+      puts: the `Pipeline`'s.
     """
     losses = tf.concat([spec.losses for spec in specs], axis=0)  # [towers * batch]
     correct = tf.concat([spec.correct for spec in specs], axis=0)
@@ -121,7 +123,8 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state):
     gradients = [gradient for gradient, _ in grads_and_vars]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
-    with tf.control_dependencies(gradients + [learning_rate, loss_sum, num_correct]):
+    read = gradients + [learning_rate, loss_sum, num_correct] + list(puts)
+    with tf.control_dependencies(read):
         return tf.group(
             optimizer.apply_gradients(grads_and_vars, global_step=state.global_step),
             state.epoch_images.assign_add(losses.shape.as_list()[0]),
@@ -196,8 +199,8 @@ def run(flags, devices, data, job, model_dir):
     close_queues = [runner.cancel_op for runner in runners]
     tf.get_default_graph().finalize()
 
-    threads = records.read_config(model_dir).get('threads')
-    threads = threads or utils.choose_threads(devices.towers)
+    before = records.read_config(model_dir).get('threads')
+    threads = utils.choose_threads(flags, devices.towers, before)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(open_session(devices, threads))
         deadline = stopping.find_deadline(flags.max_minutes)
@@ -226,6 +229,7 @@ def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
         )
 
     return Calls(
+        prefill=session.make_callable(job.pipeline.prefill),
         step=session.make_callable(job.train_op),
         read_state=lambda: State(*read()),
         evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
@@ -240,6 +244,7 @@ def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
 def train(flags, job, calls, model_dir):
     """Runs the epochs that are left; what ends them early is saved and told."""
     try:
+        calls.prefill()
         saved = run_epochs(flags, job, calls, model_dir)
     except tf.errors.InvalidArgumentError as error:
         found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))

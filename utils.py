@@ -113,18 +113,27 @@ def count_cores():
     return os.cpu_count() or 1
 
 
-def choose_threads(towers):
-    """Returns (intra-op, inter-op) thread counts; (0, 0) leaves them to TensorFlow.
+def choose_threads(flags, towers, before=None):
+    """Returns (intra-op, inter-op) thread counts; 0 leaves one to TensorFlow.
 
     CPU towers share the cores. On TensorFlow 2.x one thread inside each op is
     fastest for any number of towers; 1.15 needs all cores inside its ops.
+
+    Args:
+      flags: `--intra_op_threads` and `--inter_op_threads` come first.
+      towers: a device string per tower.
+      before: the counts of the run that is continued, since bits depend on them.
     """
     cores = count_cores()
+    on_cpu = towers[0].startswith('/cpu')
+    intra_op = 0
+    if on_cpu:
+        intra_op = cores if tf.version.VERSION.startswith('1.') else 1
     # A thread more than a stuck producer holds, or nothing could close its queue.
-    inter_op = max(2, cores)
-    if not towers[0].startswith('/cpu'):
-        return 0, 0 if cores > 1 else inter_op
-    return cores if tf.version.VERSION.startswith('1.') else 1, inter_op
+    inter_op = max(2, cores) if on_cpu or cores == 1 else 0
+    chosen = before or (intra_op, inter_op)
+    asked = (flags.intra_op_threads, flags.inter_op_threads)
+    return tuple(b if a is None else a for a, b in zip(asked, chosen))
 
 
 def use_xla(choice, towers):
@@ -155,19 +164,49 @@ def session_config(devices, threads):
 VARIABLE_OPS = ('Variable', 'VariableV2', 'VarHandleOp')
 
 
+def place_variables(choice, towers):
+    """Returns a function (op of a variable) -> device, as `--variable_device` says.
+
+    Args:
+      choice: 'cpu'; 'gpu', the first tower's device; 'spread', the device among the
+        towers' that holds the fewest bytes so far.
+      towers: a device string per tower.
+    """
+    if choice == 'cpu':
+        return on_cpu
+    if choice == 'gpu':
+        return lambda op: towers[0]
+    held = {device: 0 for device in towers}
+
+    def place(op):
+        device = min(towers, key=held.get)
+        shape = tf.TensorShape(op.get_attr('shape'))
+        held[device] += shape.num_elements() * op.get_attr('dtype').size
+        return device
+
+    return place
+
+
+def on_cpu(op):
+    """Places a variable, `place_variables('cpu', ...)`."""
+    del op
+    return '/cpu:0'
+
+
 @contextlib.contextmanager
-def on_tower(device, reuse, xla=False):
-    """Places ops on a tower's device, but variables, which all share, on the CPU.
+def on_tower(device, reuse, xla=False, place_variable=on_cpu):
+    """Places ops on a tower's device, but variables, which all share, elsewhere.
 
     Args:
       device: the tower's device string.
       reuse: whether the variables exist; the first tower creates them.
       xla: whether XLA compiles the tower's ops.
+      place_variable: what `place_variables` returned.
     """
 
     def place(op):
         if op.type in VARIABLE_OPS:
-            return '/cpu:0'
+            return place_variable(op)
         return op.device or device  # a network may place an op itself
 
     # `reuse` ends with the block: what comes after, an optimizer's slots for

@@ -24,7 +24,9 @@ from tf1 import tf
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 tf1.VERBOSE = False  # pytest --verbose is not meant
-THREADS = utils.choose_threads(['/cpu:0'])
+THREADS = utils.choose_threads(
+    command_line.parse('', model.NETWORKS, towers=True, argv=[]), ['/cpu:0']
+)
 
 Finished = collections.namedtuple('Finished', 'status out err')
 
