@@ -22,7 +22,7 @@ def parse(description, networks, towers, argv=None):
     Raises:
       UserError: a flag is unknown, malformed or out of range.
     """
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = Parser(description=description, allow_abbrev=False)
     _add_run(parser.add_argument_group('the run'))
     _add_saving(parser.add_argument_group('saving and stopping'))
     _add_training(parser.add_argument_group('model and training'), networks)
@@ -34,7 +34,7 @@ def parse(description, networks, towers, argv=None):
     return flags
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, but a mistake costs one line instead of the whole usage."""
 
     def error(self, message):

@@ -21,7 +21,7 @@ from utils import RunFailed, RunStopped, log
 # Steps at the start of a process that images per second leave out.
 WARM_UP_STEPS = 10
 # Seconds between two refreshes of the bar; each reads the running sums.
-REFRESH_SECONDS = 0.25
+REFRESH_SECONDS = 0.5
 # How long the queue runners may take to end; they need milliseconds.
 GRACE_SECONDS = 2
 
@@ -44,8 +44,8 @@ EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 # What the loop calls: functions of a session, each made once.
 Calls = collections.namedtuple(
     'Calls',
-    'prefill step read_state evaluate finish_epoch set_best read_learning_rate save '
-    'find_stop',
+    'prefill step read_state read_score evaluate finish_epoch set_best '
+    'read_learning_rate save find_stop',
 )
 
 
@@ -222,6 +222,8 @@ def run(flags, devices, data, job, model_dir):
 def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
     """Returns the `Calls` of a run."""
     read = session.make_callable(list(job.state))
+    sums = ('epoch_images', 'loss_sum', 'correct')
+    read_sums = session.make_callable([getattr(job.state, name) for name in sums])
 
     def save(directory, state, keep=keep):
         return checkpoints.save(
@@ -232,6 +234,7 @@ def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
         prefill=session.make_callable(job.pipeline.prefill),
         step=session.make_callable(job.train_op),
         read_state=lambda: State(*read()),
+        read_score=lambda: score(*read_sums()),
         evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
         finish_epoch=session.make_callable(end_of_epoch.op),
         set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
@@ -294,7 +297,8 @@ def run_epochs(flags, job, calls, model_dir):
         warm_up = 0
 
         now = calls.read_state()
-        screen.log_score('train', *train_score(now))
+        train = calls.read_score()
+        screen.log_score('train', *train)
         valid = calls.evaluate()
         screen.log_score('valid', *valid)
         speed = steps_per_second and steps_per_second * job.pipeline.global_batch
@@ -305,21 +309,20 @@ def run_epochs(flags, job, calls, model_dir):
             saved = calls.save(model_dir, now)
             break
         rate = float(calls.read_learning_rate())
-        rows.append(make_row(now, valid, rate, speed, time.time() - began))
+        rows.append(make_row(now, train, valid, rate, speed, time.time() - began))
         saved = finish_epoch(calls, model_dir, rows, now.best_acc)
         now = calls.read_state()
     return saved
 
 
-def train_score(state):
+def score(epoch_images, loss_sum, correct):
     """Returns (mean loss, accuracy) of the epoch's images so far, over all towers."""
-    loss = float(state.loss_sum / state.epoch_images)
-    return loss, float(state.correct / state.epoch_images)
+    return float(loss_sum / epoch_images), float(correct / epoch_images)
 
 
-def make_row(state, valid, learning_rate, images_per_second, seconds):
+def make_row(state, train, valid, learning_rate, images_per_second, seconds):
     """Returns a finished epoch's row for metrics.jsonl."""
-    train_loss, train_acc = train_score(state)
+    train_loss, train_acc = train
     valid_loss, valid_acc = valid
     return collections.OrderedDict(
         epoch=int(state.epoch) + 1,
@@ -403,7 +406,7 @@ def make_between(flags, calls, bar, steps, model_dir):
         utils.raise_if(calls.find_stop())
         now = time.perf_counter()
         if now >= refresh_at or (done == steps and not bar.disable):
-            screen.refresh(bar, done, *train_score(calls.read_state()))
+            screen.refresh(bar, done, *calls.read_score())
             refresh_at = now + REFRESH_SECONDS
         if now < save_at:
             return 0.0

@@ -1,0 +1,405 @@
+"""Measures images per second: the whole training loop, and the limit it runs into.
+
+Flags of train_multi_gpu.py say what is trained: --model, --batch_size, --device, ...
+Nothing is saved but what --json and --plot name.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+
+import numpy as np
+
+import benchmark_rounds
+import command_line
+import input_pipeline
+import model
+import records
+import screen
+import utils
+from utils import RunFailed, UserError, log
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# Flags of training that have no meaning here.
+MEANINGLESS = ('epochs', 'max_minutes', 'max_steps', 'model_dir')
+# More towers with less than this times the images per second have gained nothing.
+GAIN = 1.1
+# The networks that the peers have, too.
+PEERS_MODELS = ('cnn',)
+
+# What is measured in a process of its own. name: for the JSON. label: for the screen.
+# ask: see `benchmark_rounds.start`. ready: its first answer.
+Measured = collections.namedtuple('Measured', 'name label num_gpus ask ready')
+
+
+def main():
+    flags, training = parse()
+    with contextlib.ExitStack() as stack:
+        towers = [start_towers(stack, flags, one) for one in training]
+        peers = start_peers(stack, flags, training) if flags.peers else []
+        answers = measure(flags, training[0], towers + peers)
+    result = summarise(training[0], towers, peers, answers)
+    show(result, towers, peers)
+    if flags.json:
+        records.write_whole(flags.json, json.dumps(result, indent=2) + '\n')
+    if flags.plot:
+        plot(result, flags.plot)
+
+
+# Flags
+
+
+def parse(argv=None):
+    """Returns (flags, training): benchmark.py's own, and train_multi_gpu.py's.
+
+    The latter once per number of towers, ascending, each with `argv`, a list of
+    strings that gives them.
+
+    Raises:
+      UserError: a flag is unknown, malformed, out of range, or has no meaning here.
+    """
+    parser = command_line.Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        '--num_gpus',
+        type=command_line.number(int, 1, command_line.MAX_TOWERS),
+        nargs='+',
+        default=[1, 2],
+        metavar='N',
+        help='numbers of towers (default: 1 2)',
+    )
+    parser.add_argument(
+        '--peers',
+        action='store_true',
+        help='measure Keras, MirroredStrategy and, where it is installed, PyTorch too',
+    )
+    parser.add_argument(
+        '--rounds',
+        type=command_line.number(int, 5, 1000),
+        default=7,
+        help='how often each has its turn (default: 7)',
+    )
+    parser.add_argument(
+        '--seconds',
+        type=command_line.number(float, 0.1, 3600),
+        default=3,
+        help='about how long a turn is (default: 3)',
+    )
+    parser.add_argument('--json', metavar='FILE', help='write the figures there')
+    parser.add_argument(
+        '--plot', metavar='FILE', help='draw them there (needs matplotlib)'
+    )
+    flags, rest = parser.parse_known_args(argv)
+    training = [_parse_training(rest, n) for n in sorted(set(flags.num_gpus))]
+    for name in ('json', 'plot'):
+        _check_writable(name, getattr(flags, name))
+    if flags.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise UserError('--plot needs matplotlib: install it first') from None
+    if flags.peers and training[0].model not in PEERS_MODELS:
+        raise UserError(
+            '--peers have no --model %s, only %s: drop one'
+            % (training[0].model, ' and '.join(PEERS_MODELS))
+        )
+    return flags, training
+
+
+def _parse_training(argv, num_gpus):
+    argv = argv + ['--num_gpus', str(num_gpus)]
+    flags = command_line.parse('', model.NETWORKS, True, argv)
+    defaults = command_line.parse('', model.NETWORKS, True, [])
+    for name in MEANINGLESS:
+        if getattr(flags, name) != getattr(defaults, name):
+            raise UserError('--%s has no meaning for benchmark.py: drop it' % name)
+    if flags.gpus:
+        flags.gpus = flags.gpus[:num_gpus]
+        argv += ['--gpus', ','.join(map(str, flags.gpus))]
+    utils.choose_devices(flags.device, num_gpus, flags.gpus)
+    flags.argv = argv
+    return flags
+
+
+def _check_writable(name, path):
+    """Refuses, before anything is measured, what could not be written after it."""
+    if path is None:
+        return
+    try:
+        made = not os.path.exists(path)
+        with open(path, 'a'):
+            pass
+        if made:
+            os.remove(path)
+    except OSError as error:
+        raise UserError('--%s %s: %s' % (name, path, error.strerror)) from None
+
+
+# Measuring
+
+
+def start_towers(stack, flags, training):
+    """Starts the process for one number of towers; returns a `Measured`."""
+    argument = {'training': training.argv, 'seconds': flags.seconds}
+    script = os.path.join(HERE, 'benchmark_towers.py')
+    ask = stack.enter_context(benchmark_rounds.start(script, argument))
+    label = utils.count(training.num_gpus, 'tower')
+    try:
+        ready = ask()
+    except benchmark_rounds.Ended as ended:
+        raise_cause(label, ended)
+    return Measured(str(training.num_gpus), label, training.num_gpus, ask, ready)
+
+
+def raise_cause(label, ended):
+    """Raises what ended a process: a `UserError` with its line, or `RunFailed`."""
+    lines = ended.said.splitlines() or ['(it said nothing)']
+    errors = [line[len('ERROR: ') :] for line in lines if line.startswith('ERROR: ')]
+    cause = (errors or lines[-1:])[0]
+    if ended.status == 2:
+        raise UserError(cause) from None
+    raise RunFailed('measuring %s: %s' % (label, cause)) from None
+
+
+def start_peers(stack, flags, training):
+    """Starts the processes of the peers; returns a list of `Measured`."""
+    data = input_pipeline.load(training[0].data_dir)
+    scratch = stack.enter_context(tempfile.TemporaryDirectory())
+    examples = os.path.join(scratch, 'examples.npz')
+    np.savez(examples, images=data.train.images, labels=data.train.labels)
+    peers = []
+    for peer, one in itertools.product(('keras', 'torch'), training):
+        alone = one.num_gpus == 1
+        kind = {
+            'keras': 'Keras fit' if alone else 'MirroredStrategy',
+            'torch': 'PyTorch' if alone else 'PyTorch DDP',
+        }[peer]
+        label = '%s, %d' % (kind, one.num_gpus)
+        argument = {
+            'peer': peer,
+            'num_gpus': one.num_gpus,
+            'on_gpu': bool(utils.choose_devices(one.device, one.num_gpus).gpus),
+            'examples': examples,
+            'num_classes': data.num_classes,
+            'batch_size': one.batch_size,
+            'dropout': one.dropout,
+            'optimizer': one.optimizer,
+            'learning_rate': one.learning_rate,
+            'seconds': flags.seconds,
+            'port': _free_port(),
+        }
+        script = os.path.join(HERE, 'benchmark_peers.py')
+        ask = stack.enter_context(benchmark_rounds.start(script, argument))
+        try:
+            ready = ask()
+        except benchmark_rounds.Ended as ended:
+            ready = {'missing': (ended.said.splitlines() or ['it ended'])[-1]}
+        if 'missing' in ready:
+            log.warning('%s is left out: %s', label, ready['missing'])
+            continue
+        name = label.lower().replace(', ', '_').replace(' ', '_')
+        peers.append(Measured(name, label, one.num_gpus, ask, ready))
+    return peers
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+def measure(flags, training, measured):
+    """Gives each its turns; returns {name: list of its answers}."""
+    seconds = flags.rounds * len(measured) * flags.seconds
+    log.info(
+        '%d rounds of %s: about %d s',
+        flags.rounds,
+        ' / '.join(one.label for one in measured),
+        seconds,
+    )
+    answers = {one.name: [] for one in measured}
+    with screen.open_bar(training, 0, flags.rounds * len(measured)) as bar:
+        for _, one in itertools.product(range(flags.rounds), measured):
+            try:
+                answers[one.name].append(one.ask())
+            except benchmark_rounds.Ended as ended:
+                raise_cause(one.label, ended)
+            bar.update()
+    return answers
+
+
+# Results
+
+
+def summarise(training, towers, peers, answers):
+    """Returns what --json writes, from the answers of all rounds."""
+    per_towers = collections.OrderedDict()
+    for one in towers:
+        rates = [answer['images_per_second'] for answer in answers[one.name]]
+        limits = [answer['limit'] for answer in answers[one.name]]
+        per_towers[one.name] = {
+            'global_batch': one.num_gpus * training.batch_size,
+            'images_per_second': statistics.median(rates),
+            'spread': spread(rates),
+            'limit_images_per_second': statistics.median(limits),
+            'limit_share': statistics.median(map(_divide, rates, limits)),
+            'overhead_microseconds_per_image': statistics.median(
+                1e6 / rate - 1e6 / limit for rate, limit in zip(rates, limits)
+            ),
+            'input_wait_share': statistics.median(
+                answer['input_wait_share'] for answer in answers[one.name]
+            ),
+            'graph_seconds': one.ready['graph_seconds'],
+        }
+    smallest = towers[0]
+    for one in towers:
+        gain = (
+            per_towers[one.name]['images_per_second']
+            / per_towers[smallest.name]['images_per_second']
+        )
+        per_towers[one.name]['efficiency'] = gain * smallest.num_gpus / one.num_gpus
+    per_peer = collections.OrderedDict()
+    for one in peers:
+        rates = [answer['images_per_second'] for answer in answers[one.name]]
+        per_peer[one.name] = {
+            'num_gpus': one.num_gpus,
+            'images_per_second': statistics.median(rates),
+            'spread': spread(rates),
+            'version': one.ready['version'],
+        }
+    return {
+        'towers': per_towers,
+        'peers': per_peer,
+        'model': training.model,
+        'batch_size': training.batch_size,
+        'rounds': len(answers[smallest.name]),
+        'devices': {
+            'towers': towers[-1].ready['towers'],
+            'cores': utils.count_cores(),
+        },
+        'threads': towers[-1].ready['threads'],
+        'versions': {
+            'python': platform.python_version(),
+            'tensorflow': towers[-1].ready['tensorflow'],
+            'numpy': np.__version__,
+        },
+    }
+
+
+def _divide(a, b):
+    return a / b
+
+
+def spread(rates):
+    """Returns the range of the rounds' rates as a share of their median."""
+    return (max(rates) - min(rates)) / statistics.median(rates)
+
+
+def show(result, towers, peers):
+    """Prints the tables, and advice where more towers gain nothing."""
+    log.info(
+        'TensorFlow %s, model %s, %s; median of %d rounds (spread: highest - lowest)',
+        result['versions']['tensorflow'],
+        result['model'],
+        'threads %d inside an op, %d side by side' % tuple(result['threads']),
+        result['rounds'],
+    )
+    head = '%6s %7s %10s %7s %11s %9s %14s %11s'
+    row = '%6d %7d %10s %6.0f%% %10.0f%% %8.1f%% %11.2f us %10.1f%%'
+    log.info('')
+    log.info(
+        head,
+        *('towers', 'batch', 'images/s', 'spread', 'efficiency', 'of limit'),
+        *('overhead/image', 'input wait'),
+    )
+    for one in towers:
+        figures = result['towers'][one.name]
+        log.info(
+            row,
+            one.num_gpus,
+            figures['global_batch'],
+            '{:,.0f}'.format(figures['images_per_second']),
+            100 * figures['spread'],
+            100 * figures['efficiency'],
+            100 * figures['limit_share'],
+            figures['overhead_microseconds_per_image'],
+            100 * figures['input_wait_share'],
+        )
+    if peers:
+        log.info('')
+        log.info('%-22s %10s %7s   %s', 'peer', 'images/s', 'spread', 'towers are')
+    for one in peers:
+        figures = result['peers'][one.name]
+        ours = result['towers'][str(one.num_gpus)]['images_per_second']
+        log.info(
+            '%-22s %10s %6.0f%%   %.2f times as fast',
+            one.label,
+            '{:,.0f}'.format(figures['images_per_second']),
+            100 * figures['spread'],
+            ours / figures['images_per_second'],
+        )
+    for sentence in advise(result):
+        log.info('')
+        log.info(sentence)
+
+
+def advise(result):
+    """Returns a sentence for each number of towers that gains nothing."""
+    sentences = []
+    rates = [(int(n), f['images_per_second']) for n, f in result['towers'].items()]
+    on_cpu = 'cpu' in result['devices']['towers'][0]
+    cores = result['devices']['cores']
+    for (fewer, before), (more, after) in zip(rates, rates[1:]):
+        if after >= GAIN * before:
+            continue
+        if on_cpu and more > cores:
+            why = 'they share %s' % utils.count(cores, 'core')
+        else:
+            why = (
+                'give each tower more to do in a step, such as --batch_size %d or a '
+                'larger network' % (8 * result['batch_size'])
+            )
+        sentences.append(
+            '%s gain nothing over %d here (%.2f times the images per second): %s.'
+            % (utils.count(more, 'tower'), fewer, after / before, why)
+        )
+    return sentences
+
+
+def plot(result, path):
+    """Draws images per second as bars, and the limits as lines across them."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    labels = [utils.count(int(n), 'tower') for n in result['towers']]
+    rates = [figures['images_per_second'] for figures in result['towers'].values()]
+    limits = [f['limit_images_per_second'] for f in result['towers'].values()]
+    peers = [figures['images_per_second'] for figures in result['peers'].values()]
+    names = labels + [name.replace('_', ' ') for name in result['peers']]
+    axes.bar(names[: len(rates)], rates, label='towers')
+    axes.bar(names[len(rates) :], peers, label='peers', color='grey')
+    axes.plot(names[: len(rates)], limits, 'k_', markersize=40, label='limit')
+    axes.set_ylabel('images/s')
+    axes.set_title('TensorFlow %s' % result['versions']['tensorflow'])
+    axes.legend()
+    figure.autofmt_xdate()
+    figure.savefig(path, dpi=120, bbox_inches='tight')
+    pyplot.close(figure)
+
+
+if __name__ == '__main__':
+    sys.exit(utils.run_main(main))
