@@ -100,7 +100,8 @@ def cnn(images, training, num_classes, dropout):
     del training
     x = images  # [batch, 28, 28, 1]
     for layer, filters in enumerate([16, 32, 64], start=1):
-        x = max_pool(tf.nn.relu(conv(x, filters, 3, 'conv%d' % layer)))
+        # The same as pooling after it, and a quarter of the work for relu.
+        x = tf.nn.relu(max_pool(conv(x, filters, 3, 'conv%d' % layer)))
     x = flatten(x)  # [batch, 4 * 4 * 64]
     x = tf.nn.relu(dense(dropout(x), 128, 'dense1'))
     return dense(dropout(x), num_classes, 'dense2')

@@ -149,12 +149,16 @@ def check_finite(grads_and_vars, spec, tower):
         return tf.debugging.check_numerics(tensor, 'tower %d: %s' % (tower, what))
 
     def check_gradient(gradient, variable):
+        if gradient is None:
+            return None
         what = 'the gradient of %s' % variable.op.name
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        # The sum of finite values is finite, in a quarter of the time.
+        with tf.control_dependencies([check(tf.reduce_sum(values), what)]):
+            values = tf.identity(values)
         if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                check(gradient.values, what), gradient.indices, gradient.dense_shape
-            )
-        return gradient if gradient is None else check(gradient, what)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return values
 
     # XLA would compile the checks away.
     with tf.xla.experimental.jit_scope(compile_ops=False):
