@@ -246,19 +246,19 @@ def summarise(training, towers, peers, answers):
     """Returns what --json writes, from the answers of all rounds."""
     per_towers = collections.OrderedDict()
     for one in towers:
-        rates = [answer['images_per_second'] for answer in answers[one.name]]
-        limits = [answer['limit'] for answer in answers[one.name]]
+        rounds = answers[one.name]
+        # Neighbouring slices are compared: both had the same share of the machine.
+        pairs = [pair for answer in rounds for pair in answer['rates']]
         per_towers[one.name] = {
             'global_batch': one.num_gpus * training.batch_size,
-            'images_per_second': statistics.median(rates),
-            'spread': spread(rates),
-            'limit_images_per_second': statistics.median(limits),
-            'limit_share': statistics.median(map(_divide, rates, limits)),
+            **_rate([[rate for rate, _ in answer['rates']] for answer in rounds]),
+            'limit_images_per_second': statistics.median(limit for _, limit in pairs),
+            'limit_share': statistics.median(rate / limit for rate, limit in pairs),
             'overhead_microseconds_per_image': statistics.median(
-                1e6 / rate - 1e6 / limit for rate, limit in zip(rates, limits)
+                1e6 / rate - 1e6 / limit for rate, limit in pairs
             ),
             'input_wait_share': statistics.median(
-                answer['input_wait_share'] for answer in answers[one.name]
+                answer['input_wait_share'] for answer in rounds
             ),
             'graph_seconds': one.ready['graph_seconds'],
         }
@@ -271,11 +271,9 @@ def summarise(training, towers, peers, answers):
         per_towers[one.name]['efficiency'] = gain * smallest.num_gpus / one.num_gpus
     per_peer = collections.OrderedDict()
     for one in peers:
-        rates = [answer['images_per_second'] for answer in answers[one.name]]
         per_peer[one.name] = {
             'num_gpus': one.num_gpus,
-            'images_per_second': statistics.median(rates),
-            'spread': spread(rates),
+            **_rate([[answer['images_per_second']] for answer in answers[one.name]]),
             'version': one.ready['version'],
         }
     return {
@@ -297,13 +295,11 @@ def summarise(training, towers, peers, answers):
     }
 
 
-def _divide(a, b):
-    return a / b
-
-
-def spread(rates):
-    """Returns the range of the rounds' rates as a share of their median."""
-    return (max(rates) - min(rates)) / statistics.median(rates)
+def _rate(rounds):
+    """Returns the median over rounds, and how far they are apart as a share of it."""
+    rates = [statistics.median(slices) for slices in rounds]
+    median = statistics.median(rates)
+    return {'images_per_second': median, 'spread': (max(rates) - min(rates)) / median}
 
 
 def show(result, towers, peers):

@@ -29,15 +29,15 @@ def prepare(argument):
     Args:
       argument: `peer`, a key of `PEERS`; `num_gpus`; `on_gpu`; `examples`, an .npz
         file with uint8 images [n, height, width, channels] and int64 labels [n];
-        `batch_size`, per GPU; `dropout`; `optimizer`; `learning_rate`; `num_classes`; `seconds`,
-        about how long a round takes.
+        `num_classes`; `batch_size`, per GPU; `dropout`; `optimizer`; `learning_rate`;
+        `seconds`, about how long a round takes; `port`, a free one.
     """
-    try:
-        start = PEERS[argument['peer']](argument)
-    except ImportError as error:
-        yield {'missing': str(error)}, None
-        return
-    with start as (version, train):
+    with contextlib.ExitStack() as stack:
+        try:
+            version, train = stack.enter_context(PEERS[argument['peer']](argument))
+        except ImportError as error:
+            yield {'missing': str(error)}, None
+            return
         train(WARM_UP_STEPS)
         rate = WARM_UP_STEPS / train(WARM_UP_STEPS)
         steps = max(20, int(argument['seconds'] * rate))

@@ -72,9 +72,9 @@ def start(script, argument):
 
 def _listen(terminal, said):
     """Reads a terminal until its other end is closed; its last lines go to `said`."""
-    with open(terminal, errors='replace', newline='\n') as lines:
-        with contextlib.suppress(OSError):  # how a closed pseudo-terminal ends
-            said.extend(line.rstrip() for line in lines)
+    lines = open(terminal, errors='replace', newline='\n')  # noqa: SIM115
+    with lines, contextlib.suppress(OSError):  # how a closed pseudo-terminal ends
+        said.extend(line.rstrip() for line in lines)
 
 
 def serve(prepare):
@@ -92,6 +92,6 @@ def serve(prepare):
         answers.flush()
 
     with prepare(json.loads(sys.argv[1])) as (ready, measure):
-        for asked in sys.stdin:
-            answer(ready if ready else measure())
+        for _ in sys.stdin:
+            answer(ready or measure())
             ready = None

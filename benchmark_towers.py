@@ -89,18 +89,11 @@ def prepare(argument):
                     rates.append((rate, run_limit(steps)))
             images = flags.batch_size * flags.num_gpus
             return {
-                'images_per_second': images * _average_rate(rate for rate, _ in rates),
-                'limit': images * _average_rate(limit for _, limit in rates),
+                'rates': [(images * rate, images * limit) for rate, limit in rates],
                 'input_wait_share': run_timed(steps),
             }
 
         yield ready, measure
-
-
-def _average_rate(rates):
-    """Returns the rate over slices of as many steps: the harmonic mean."""
-    seconds = [1 / rate for rate in rates]
-    return len(seconds) / sum(seconds)
 
 
 def _open_job(stack, devices, threads, data, flags, build_input):
@@ -110,7 +103,8 @@ def _open_job(stack, devices, threads, data, flags, build_input):
         waited = tf.get_collection('waited')
         end_of_epoch = training.build_end_of_epoch(job.state)
         saver = checkpoints.create_saver()
-        session = stack.enter_context(training.open_session(devices, threads))
+        xla = utils.use_xla(flags.xla, devices.towers)
+        session = stack.enter_context(training.open_session(devices, threads, xla))
         session.run(
             [tf.global_variables_initializer(), tf.local_variables_initializer()],
             job.feeds,

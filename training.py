@@ -206,7 +206,8 @@ def run(flags, devices, data, job, model_dir):
     before = records.read_config(model_dir).get('threads')
     threads = utils.choose_threads(flags, devices.towers, before)
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(open_session(devices, threads))
+        xla = utils.use_xla(flags.xla, devices.towers)
+        session = stack.enter_context(open_session(devices, threads, xla))
         deadline = stopping.find_deadline(flags.max_minutes)
         find_stop = functools.partial(stopping.find_stop, deadline)
         stack.enter_context(
@@ -423,10 +424,10 @@ def make_between(flags, calls, bar, steps, model_dir):
 
 
 @contextlib.contextmanager
-def open_session(devices, threads):
-    """A session on the given devices and no other; its start is silent."""
+def open_session(devices, threads, xla=False):
+    """A session as `utils.session_config` describes it; its start is silent."""
     with quiet_stderr():
-        session = tf.Session(config=utils.session_config(devices, threads))
+        session = tf.Session(config=utils.session_config(devices, threads, xla))
     with session:
         yield session
 

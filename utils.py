@@ -116,8 +116,9 @@ def count_cores():
 def choose_threads(flags, towers, before=None):
     """Returns (intra-op, inter-op) thread counts; 0 leaves one to TensorFlow.
 
-    CPU towers share the cores. On TensorFlow 2.x one thread inside each op is
-    fastest for any number of towers; 1.15 needs all cores inside its ops.
+    CPU towers share the cores. On TensorFlow 2.x one thread inside each op is fastest
+    for any number of towers. On 1.15 the ops need all cores; compiled with XLA, the
+    towers' share of them.
 
     Args:
       flags: `--intra_op_threads` and `--inter_op_threads` come first.
@@ -126,9 +127,10 @@ def choose_threads(flags, towers, before=None):
     """
     cores = count_cores()
     on_cpu = towers[0].startswith('/cpu')
-    intra_op = 0
-    if on_cpu:
-        intra_op = cores if tf.version.VERSION.startswith('1.') else 1
+    intra_op = 1 if on_cpu else 0
+    if on_cpu and tf.version.VERSION.startswith('1.'):
+        sharing = len(towers) if use_xla(flags.xla, towers) else 1
+        intra_op = max(1, cores // sharing)
     # A thread more than a stuck producer holds, or nothing could close its queue.
     inter_op = max(2, cores) if on_cpu or cores == 1 else 0
     chosen = before or (intra_op, inter_op)
@@ -145,13 +147,22 @@ def use_xla(choice, towers):
     return choice == 'on' or (choice == 'auto' and slow_kernels)
 
 
-def session_config(devices, threads):
-    """Returns the `tf.ConfigProto` that opens the given devices and no other."""
+def session_config(devices, threads, xla=False):
+    """Returns the `tf.ConfigProto` that opens the given devices and no other.
+
+    Args:
+      devices: `Devices`.
+      threads: what `choose_threads` returned.
+      xla: whether XLA compiles the towers.
+    """
     config = tf.ConfigProto(
         allow_soft_placement=False,
         intra_op_parallelism_threads=threads[0],
         inter_op_parallelism_threads=threads[1],
     )
+    if xla:
+        # It would fuse convolution and bias, and XLA would not take the fused op.
+        config.graph_options.rewrite_options.remapping = OFF
     if devices.gpus:
         config.gpu_options.allow_growth = True
         config.gpu_options.visible_device_list = ','.join(map(str, devices.gpus))
@@ -160,6 +171,9 @@ def session_config(devices, threads):
         config.device_count['CPU'] = len(devices.towers)
     return config
 
+
+# Of the proto RewriterConfig.Toggle, which has no public name.
+OFF = 2
 
 VARIABLE_OPS = ('Variable', 'VariableV2', 'VarHandleOp')
 
@@ -176,7 +190,7 @@ def place_variables(choice, towers):
         return on_cpu
     if choice == 'gpu':
         return lambda op: towers[0]
-    held = {device: 0 for device in towers}
+    held = dict.fromkeys(towers, 0)
 
     def place(op):
         device = min(towers, key=held.get)

@@ -130,6 +130,7 @@ def start(job, devices, place=()):
         session.run(place)
         session.run(job.pipeline.start)
         with training.queue_runners(session):
+            session.run(job.pipeline.prefill)
             yield session
 
 
