@@ -14,6 +14,7 @@ import pytest
 
 import input_pipeline
 import records
+import training
 import utils
 from tests.conftest import (
     ROOT,
@@ -244,6 +245,44 @@ def test_a_resume_keeps_the_thread_settings_of_the_run(main, flags):
     records.write_whole('m/config.json', json.dumps(config))
     assert main('train.py', '--max_steps', '2', *flags).status == 0
     assert records.read_config('m')['threads'] == [2, 1]
+
+
+def test_thread_flags_come_before_what_the_run_had(main, flags):
+    flags += ['--model_dir', 'm', '--inter_op_threads', '3']
+    assert main('train.py', '--max_steps', '1', *flags).status == 0
+    inside, side_by_side = records.read_config('m')['threads']
+    assert side_by_side == 3
+    flags += ['--intra_op_threads', str(inside + 4), '--max_steps', '2']
+    assert main('train.py', *flags).status == 0
+    assert records.read_config('m')['threads'] == [inside + 4, 3]
+
+
+def test_a_staged_run_goes_on_where_it_stopped(main, flags):
+    flags += ['--epochs', '2', '--num_gpus', '2', '--batch_size', '15', '--staging']
+    assert main('train_multi_gpu.py', '--model_dir', 'whole', *flags).status == 0
+    flags += ['--model_dir', 'parts']
+    for steps in ('10', '70', '1000'):
+        assert main('train_multi_gpu.py', '--max_steps', steps, *flags).status == 0
+    name = 'model.ckpt-2-132'
+    assert_same_bits(read_checkpoint('whole/' + name), read_checkpoint('parts/' + name))
+
+
+def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
+    sizes, nodes = [], []
+    finish_epoch = training.finish_epoch
+
+    def watch(*args):
+        with open('/proc/self/statm') as file:
+            sizes.append(int(file.read().split()[1]) * 4096)
+        nodes.append(len(tf.get_default_graph().get_operations()))
+        return finish_epoch(*args)
+
+    monkeypatch.setattr(training, 'finish_epoch', watch)
+    done = main('train_multi_gpu.py', '--num_gpus', '2', '--epochs', '20', *flags)
+    assert done.status == 0 and len(sizes) == 20
+    assert len(set(nodes)) == 1
+    # A leak of one batch per step would be 22 MB; the allocators need some epochs.
+    assert sizes[-1] - sizes[7] < 8e6, sizes
 
 
 def test_evaluation_counts_every_image_once_for_any_number_of_towers(main, mnist):

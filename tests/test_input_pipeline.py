@@ -198,7 +198,7 @@ def test_a_start_inside_an_epoch_goes_on_at_the_next_image(batch, num_towers):
 
 
 def test_count_steps():
-    pipeline = input_pipeline.Pipeline(None, None, 310, 12)
+    pipeline = input_pipeline.Pipeline(None, None, None, [], 310, 12)
     assert input_pipeline.count_steps(pipeline, 0) == (0, 25)
     assert input_pipeline.count_steps(pipeline, 120) == (10, 15)
     assert input_pipeline.count_steps(pipeline, 300) == (25, 0)

@@ -64,10 +64,23 @@ def test_the_proof_refuses_what_has_no_gpu_kernel(gpu_build):
         assert not has_gpu_kernel(op), op.type
 
 
+LEVERS = [
+    [],
+    ['--staging', '--gradient_packs', '3'],
+    ['--variable_device', 'gpu'],
+    ['--variable_device', 'gpu', '--gradient_packs', '2'],
+    ['--variable_device', 'spread'],
+    ['--variable_device', 'spread', '--gradient_packs', '1', '--staging'],
+]
+
+
+@pytest.mark.parametrize('levers', LEVERS, ids=' '.join)
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(gpu_build, small, optimizer):
+def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(
+    gpu_build, small, optimizer, levers
+):
     devices = ['/gpu:%d' % i for i in range(4)]
-    ops = build(train_multi_gpu, devices, small, '--optimizer', optimizer)
+    ops = build(train_multi_gpu, devices, small, '--optimizer', optimizer, *levers)
     placed = [op for op in ops if on_gpu(op)]
     assert len(placed) > 400
     wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
@@ -75,7 +88,7 @@ def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(gpu_build, small, optimize
 
 
 def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small):
-    ops = build(train, '/gpu:0', small)
+    ops = build(train, '/gpu:0', small, '--staging')
     placed = [op for op in ops if on_gpu(op)]
     assert len(placed) > 100
     wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
@@ -112,6 +125,41 @@ def test_shared_things_are_on_the_cpu(small):
                 assert not on_gpu(place), '%s is on %s' % (op.name, place.device)
             found.add(op.type)
     assert {'VariableV2', 'FIFOQueueV2', 'QueueDequeueV2', 'ApplyAdam'} <= found
+
+
+def test_staging_areas_and_packs_are_on_the_towers_gpu(small):
+    devices = ['/gpu:%d' % i for i in range(4)]
+    ops = build(train_multi_gpu, devices, small, '--staging', '--gradient_packs', '2')
+    for kind in ('Stage', 'Unstage'):
+        places = [op.device.lower()[-5:] for op in ops if op.type == kind]
+        assert places == ['gpu:%d' % i for i in range(4)], kind
+    queues = [op for op in ops if op.type == 'QueueDequeueV2']
+    assert len(queues) == 4 and not any(map(on_gpu, queues))
+
+
+@pytest.mark.parametrize(
+    'choice, places',
+    [
+        ('cpu', ['cpu:0'] * 10),
+        ('gpu', ['gpu:0'] * 10),
+        # Bytes: conv1 576 and 64, conv2 18432 and 128, conv3 73728 and 256, dense1
+        # 524288 and 512, dense2 5120 and 40. Each goes where the fewest are.
+        ('spread', 'gpu:0 gpu:1 gpu:1 gpu:0 gpu:0 gpu:1 gpu:1 gpu:0 gpu:0 gpu:0'),
+    ],
+)
+def test_variables_and_their_slots_are_where_the_flag_says(small, choice, places):
+    devices = ['/gpu:0', '/gpu:1']
+    build(train_multi_gpu, devices, small, '--variable_device', choice)
+    places = places.split() if isinstance(places, str) else places
+    variables = tf.trainable_variables()
+    assert [v.device.lower()[-5:] for v in variables] == places
+    everything = {v.op.name: v for v in tf.global_variables()}
+    for variable in variables:
+        for slot in ('/Adam', '/Adam_1'):
+            assert everything[variable.op.name + slot].device == variable.device
+    for name, variable in everything.items():
+        if name.startswith(('global_step', 'training/')):
+            assert 'cpu:0' in variable.device.lower(), name
 
 
 def test_only_initial_values_are_left_to_the_placer(small):

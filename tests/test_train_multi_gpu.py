@@ -166,6 +166,32 @@ def test_the_reuse_of_towers_does_not_leak(small):
     tf.get_variable('later', [1])
 
 
+@pytest.mark.parametrize('num_towers', [1, 2, 3])
+def test_what_is_only_for_speed_changes_no_bit(run_steps, num_towers):
+    flags = ['--num_gpus', str(num_towers), '--batch_size', '50']
+    plain = run_steps(45, *flags)  # into the second epoch
+    for levers in (
+        ['--staging'],
+        ['--gradient_packs', '1'],
+        ['--gradient_packs', '4'],
+        ['--variable_device', 'gpu'],
+        ['--variable_device', 'spread'],
+        ['--variable_device', 'spread', '--gradient_packs', '2', '--staging'],
+    ):
+        assert_same_bits(plain, run_steps(45, *flags, *levers))
+
+
+def test_the_graph_grows_by_as_much_with_each_tower(small):
+    sizes = []
+    for num_towers in (2, 3, 4, 8):
+        with tf.Graph().as_default() as graph, tf.device('/cpu:0'):
+            devices = ['/cpu:%d' % i for i in range(num_towers)]
+            train_multi_gpu.build_job(make_flags(), devices, small)
+            sizes.append(len(graph.get_operations()))
+    per_tower = sizes[1] - sizes[0]
+    assert sizes == [sizes[0] + n * per_tower for n in (0, 1, 2, 6)]
+
+
 def test_xla_leaves_the_dropout_masks_as_they_are(run_steps):
     flags = ['--num_gpus', '2', '--optimizer', 'sgd', '--xla']
     off, on = (run_steps(3, *flags, choice) for choice in ('off', 'on'))

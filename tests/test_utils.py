@@ -142,6 +142,35 @@ def test_only_the_gpus_in_use_are_opened():
     assert not config.allow_soft_placement
 
 
+@pytest.mark.parametrize(
+    'argv, towers, on_1_15, on_2',
+    [
+        (['--xla', 'off'], ['/cpu:0'], (4, 4), (1, 4)),
+        (['--xla', 'off'], ['/cpu:0', '/cpu:1'], (4, 4), (1, 4)),
+        ([], ['/cpu:0'], (4, 4), (1, 4)),
+        ([], ['/cpu:0', '/cpu:1'], (2, 4), (1, 4)),
+        ([], ['/cpu:%d' % i for i in range(8)], (1, 4), (1, 4)),
+        ([], ['/gpu:0', '/gpu:1'], (0, 0), (0, 0)),
+        (['--intra_op_threads', '0'], ['/cpu:0'], (0, 4), (0, 4)),
+        (['--inter_op_threads', '7'], ['/gpu:0'], (0, 7), (0, 7)),
+    ],
+)
+def test_threads_by_line_and_towers(monkeypatch, argv, towers, on_1_15, on_2):
+    monkeypatch.setattr(utils, 'count_cores', lambda: 4)
+    tensorflow_1 = tf.version.VERSION.startswith('1.')
+    found = utils.choose_threads(make_flags(*argv), towers)
+    assert found == (on_1_15 if tensorflow_1 else on_2)
+    asked = make_flags('--intra_op_threads', '9')
+    assert utils.choose_threads(asked, towers, before=[5, 6]) == (9, 6)
+
+
+def test_xla_is_given_whole_towers():
+    devices = utils.Devices(['/cpu:0'], [])
+    for xla, remapping in ((False, 0), (True, 2)):
+        config = utils.session_config(devices, (1, 2), xla)
+        assert config.graph_options.rewrite_options.remapping == remapping
+
+
 def test_xla_is_used_where_it_pays():
     tensorflow_1 = tf.version.VERSION.startswith('1.')
     assert utils.use_xla('auto', ['/cpu:0', '/cpu:1']) == tensorflow_1
