@@ -9,8 +9,10 @@ import collections
 import contextlib
 import itertools
 import json
+import operator
 import os
 import platform
+import shlex
 import socket
 import statistics
 import sys
@@ -41,10 +43,11 @@ Measured = collections.namedtuple('Measured', 'name label num_gpus ask ready')
 
 
 def main():
-    flags, training = parse()
+    flags, training, others = parse()
     with contextlib.ExitStack() as stack:
         towers = [start_towers(stack, flags, one) for one in training]
-        peers = start_peers(stack, flags, training) if flags.peers else []
+        peers = [start_towers(stack, flags, one, flags.against) for one in others]
+        peers += start_peers(stack, flags, training) if flags.peers else []
         answers = measure(flags, training[0], towers + peers)
     result = summarise(training[0], towers, peers, answers)
     show(result, towers, peers)
@@ -58,10 +61,10 @@ def main():
 
 
 def parse(argv=None):
-    """Returns (flags, training): benchmark.py's own, and train_multi_gpu.py's.
+    """Returns (flags, training, others): benchmark.py's own, and train_multi_gpu.py's.
 
     The latter once per number of towers, ascending, each with `argv`, a list of
-    strings that gives them.
+    strings that gives them; `others` with the flags of `--against` added.
 
     Raises:
       UserError: a flag is unknown, malformed, out of range, or has no meaning here.
@@ -85,6 +88,12 @@ def parse(argv=None):
         help='measure Keras, MirroredStrategy and, where it is installed, PyTorch too',
     )
     parser.add_argument(
+        '--against',
+        metavar='FLAGS',
+        help='measure the same towers with these flags added or changed too, written '
+        "as --against='--xla off'",
+    )
+    parser.add_argument(
         '--rounds',
         type=command_line.number(int, 5, 1000),
         default=7,
@@ -101,7 +110,12 @@ def parse(argv=None):
         '--plot', metavar='FILE', help='draw them there (needs matplotlib)'
     )
     flags, rest = parser.parse_known_args(argv)
-    training = [_parse_training(rest, n) for n in sorted(set(flags.num_gpus))]
+    numbers = sorted(set(flags.num_gpus))
+    training = [_parse_training(rest, n) for n in numbers]
+    others = []
+    if flags.against:
+        changed = rest + shlex.split(flags.against)
+        others = [_parse_training(changed, n) for n in numbers]
     for name in ('json', 'plot'):
         _check_writable(name, getattr(flags, name))
     if flags.plot:
@@ -114,7 +128,7 @@ def parse(argv=None):
             '--peers have no --model %s, only %s: drop one'
             % (training[0].model, ' and '.join(PEERS_MODELS))
         )
-    return flags, training
+    return flags, training, others
 
 
 def _parse_training(argv, num_gpus):
@@ -149,17 +163,18 @@ def _check_writable(name, path):
 # Measuring
 
 
-def start_towers(stack, flags, training):
+def start_towers(stack, flags, training, against=''):
     """Starts the process for one number of towers; returns a `Measured`."""
     argument = {'training': training.argv, 'seconds': flags.seconds}
     script = os.path.join(HERE, 'benchmark_towers.py')
     ask = stack.enter_context(benchmark_rounds.start(script, argument))
-    label = utils.count(training.num_gpus, 'tower')
+    label = ' '.join(filter(None, [utils.count(training.num_gpus, 'tower'), against]))
+    name = ' '.join(filter(None, [str(training.num_gpus), against]))
     try:
         ready = ask()
     except benchmark_rounds.Ended as ended:
         raise_cause(label, ended)
-    return Measured(str(training.num_gpus), label, training.num_gpus, ask, ready)
+    return Measured(name, label, training.num_gpus, ask, ready)
 
 
 def raise_cause(label, ended):
@@ -251,7 +266,7 @@ def summarise(training, towers, peers, answers):
         pairs = [pair for answer in rounds for pair in answer['rates']]
         per_towers[one.name] = {
             'global_batch': one.num_gpus * training.batch_size,
-            **_rate([[rate for rate, _ in answer['rates']] for answer in rounds]),
+            **_rate(rounds),
             'limit_images_per_second': statistics.median(limit for _, limit in pairs),
             'limit_share': statistics.median(rate / limit for rate, limit in pairs),
             'overhead_microseconds_per_image': statistics.median(
@@ -271,10 +286,16 @@ def summarise(training, towers, peers, answers):
         per_towers[one.name]['efficiency'] = gain * smallest.num_gpus / one.num_gpus
     per_peer = collections.OrderedDict()
     for one in peers:
+        ours = map(_round_rate, answers[str(one.num_gpus)])
+        theirs = map(_round_rate, answers[one.name])
         per_peer[one.name] = {
             'num_gpus': one.num_gpus,
-            **_rate([[answer['images_per_second']] for answer in answers[one.name]]),
-            'version': one.ready['version'],
+            **_rate(answers[one.name]),
+            # Of each round: both were slowed by the same other work.
+            'towers_times_as_fast': statistics.median(
+                map(operator.truediv, ours, theirs)
+            ),
+            'version': one.ready.get('version'),
         }
     return {
         'towers': per_towers,
@@ -295,9 +316,16 @@ def summarise(training, towers, peers, answers):
     }
 
 
+def _round_rate(answer):
+    """Returns the images per second of one round of towers or of a peer."""
+    if 'rates' in answer:
+        return statistics.median(rate for rate, _ in answer['rates'])
+    return answer['images_per_second']
+
+
 def _rate(rounds):
     """Returns the median over rounds, and how far they are apart as a share of it."""
-    rates = [statistics.median(slices) for slices in rounds]
+    rates = list(map(_round_rate, rounds))
     median = statistics.median(rates)
     return {'images_per_second': median, 'spread': (max(rates) - min(rates)) / median}
 
@@ -334,16 +362,15 @@ def show(result, towers, peers):
         )
     if peers:
         log.info('')
-        log.info('%-22s %10s %7s   %s', 'peer', 'images/s', 'spread', 'towers are')
+        log.info('%-22s %10s %7s   %s', 'against', 'images/s', 'spread', 'towers are')
     for one in peers:
         figures = result['peers'][one.name]
-        ours = result['towers'][str(one.num_gpus)]['images_per_second']
         log.info(
             '%-22s %10s %6.0f%%   %.2f times as fast',
             one.label,
             '{:,.0f}'.format(figures['images_per_second']),
             100 * figures['spread'],
-            ours / figures['images_per_second'],
+            figures['towers_times_as_fast'],
         )
     for sentence in advise(result):
         log.info('')

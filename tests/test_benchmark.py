@@ -29,6 +29,7 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
         'benchmark.py',
         *('--num_gpus', '2', '1', '--device', 'cpu', '--xla', 'off', '--peers'),
         *('--data_dir', small_dir, '--batch_size', '10', '--json', 'b.json'),
+        *('--against', '--dropout 0'),
         *quick,
     )
     assert done.status == 0, done.err
@@ -44,7 +45,8 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
         assert figures['spread'] >= 0
         assert figures['graph_seconds'] > 0
     peers = result['peers']
-    assert {'keras_fit_1', 'mirroredstrategy_2'} <= set(peers)
+    against = {'1 --dropout 0', '2 --dropout 0'}
+    assert against | {'keras_fit_1', 'mirroredstrategy_2'} <= set(peers)
     assert all(peer['images_per_second'] > 0 for peer in peers.values())
     assert result['versions']['tensorflow'] == tf.version.VERSION
     assert result['devices']['towers'] == ['/cpu:0', '/cpu:1']
@@ -56,12 +58,12 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
     rows = [line.split() for line in done.out.splitlines()]
     rate = '{:,.0f}'.format(result['towers']['2']['images_per_second'])
     assert ['2', '20', rate] in [row[:3] for row in rows]
-    faster = (
-        result['towers']['1']['images_per_second']
-        / peers['keras_fit_1']['images_per_second']
-    )
-    assert 'Keras fit, 1' in done.out
-    assert '%.2f times as fast' % faster in done.out
+    for peer, label in (
+        ('keras_fit_1', 'Keras fit, 1'),
+        ('1 --dropout 0', '1 tower -'),
+    ):
+        (line,) = [line for line in done.out.splitlines() if line.startswith(label)]
+        assert '%.2f times as fast' % peers[peer]['towers_times_as_fast'] in line
     for line in done.err.splitlines():  # PyTorch may be missing
         assert line.startswith('WARNING: '), done.err
     assert files() == ['b.json']
@@ -94,6 +96,23 @@ def make_result(rates, cores=2, device='/cpu:', rounds=5):
     result = benchmark.summarise(make_flags(), measured, [], answers)
     result['devices']['cores'] = cores
     return result
+
+
+def test_a_peer_is_compared_within_each_round():
+    ours = [{'rates': [(rate, 1)], 'input_wait_share': 0} for rate in (100, 10, 60)]
+    theirs = [{'images_per_second': rate} for rate in (50, 5, 10)]
+    tower = benchmark.Measured(
+        *('1', '1 tower', 1, None),
+        {'towers': ['/cpu:0'], 'threads': [1, 2], 'tensorflow': '', 'graph_seconds': 0},
+    )
+    peer = benchmark.Measured('keras_fit_1', 'Keras fit, 1', 1, None, {'version': '3'})
+    result = benchmark.summarise(
+        make_flags(), [tower], [peer], {'1': ours, 'keras_fit_1': theirs}
+    )
+    figures = result['peers']['keras_fit_1']
+    assert figures['images_per_second'] == 10
+    assert figures['towers_times_as_fast'] == 2
+    assert figures['spread'] == 4.5
 
 
 def test_figures_by_value():
@@ -247,6 +266,7 @@ def test_the_limit_fits_on_gpus(gpu_build, small):  # noqa: F811
         ),
         (['--epochs', '3'], '--epochs has no meaning for benchmark.py: drop it'),
         (['--model_dir', 'm'], '--model_dir has no meaning for benchmark.py: drop it'),
+        (['--against', '--xla maybe'], "invalid choice: 'maybe'"),
         (['--colour', 'red'], 'unrecognized arguments: --colour red'),
         (['--batch_size', 'x'], '--batch_size'),
         (
@@ -276,8 +296,11 @@ def test_plot_without_matplotlib_is_told(monkeypatch):
 
 def test_each_number_of_towers_gets_the_first_gpus(monkeypatch):
     monkeypatch.setattr(utils, 'visible_gpus', lambda: ['a', 'b', 'c', 'd'])
-    _, training_flags = benchmark.parse(['--num_gpus', '2', '1', '--gpus', '3,1'])
-    assert [(f.num_gpus, f.gpus) for f in training_flags] == [(1, [3]), (2, [3, 1])]
+    argv = ['--num_gpus', '2', '1', '--gpus', '3,1', '--against', '--xla on']
+    _, towers, others = benchmark.parse(argv)
+    for flags in (towers, others):
+        assert [(f.num_gpus, f.gpus) for f in flags] == [(1, [3]), (2, [3, 1])]
+    assert [f.xla for f in towers + others] == ['auto', 'auto', 'on', 'on']
 
 
 def test_a_mistake_found_by_a_measuring_process_is_one_line(small_dir):
