@@ -1,7 +1,7 @@
-"""Measures images per second: the whole training loop, and the limit it runs into.
+"""Measures images per second: the whole training loop, and its limit.
 
-Flags of train_multi_gpu.py say what is trained: --model, --batch_size, --device, ...
-Nothing is saved but what --json and --plot name.
+Flags of train_multi_gpu.py say what is trained: --model, --batch_size, --device
+and so on. Nothing is saved but what --json and --plot name.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import math
 import sys
 import time
 
@@ -35,6 +36,7 @@ def prepare(argument):
         round takes.
     """
     flags = command_line.parse('', model.NETWORKS, True, argument['training'])
+    flags.save_every_seconds = math.inf
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     threads = utils.choose_threads(flags, devices.towers)
     data = input_pipeline.load(flags.data_dir)
