@@ -24,14 +24,21 @@ import benchmark_rounds
 import command_line
 import input_pipeline
 import model
-import records
 import screen
 import utils
 from utils import RunFailed, UserError, log
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Flags of training that have no meaning here.
-MEANINGLESS = ('epochs', 'max_minutes', 'max_steps', 'model_dir')
+MEANINGLESS = (
+    'epochs',
+    'keep',
+    'max_minutes',
+    'max_steps',
+    'model_dir',
+    'save_every_seconds',
+    'verbose',
+)
 # More towers with less than this times the images per second have gained nothing.
 GAIN = 1.1
 # The networks that the peers have, too.
@@ -44,15 +51,20 @@ Measured = collections.namedtuple('Measured', 'name label num_gpus ask ready')
 
 def main():
     flags, training, others = parse()
+    devices = utils.choose_devices(training[0].device, 1)
+    if training[0].device == 'auto' and not devices.gpus:
+        log.warning('TensorFlow sees no GPU: the towers are on the CPU')
     with contextlib.ExitStack() as stack:
         towers = [start_towers(stack, flags, one) for one in training]
         peers = [start_towers(stack, flags, one, flags.against) for one in others]
         peers += start_peers(stack, flags, training) if flags.peers else []
-        answers = measure(flags, training[0], towers + peers)
+        answers = measure(flags, training[0], towers, peers)
+    peers = [one for one in peers if one.name in answers]
     result = summarise(training[0], towers, peers, answers)
     show(result, towers, peers)
     if flags.json:
-        records.write_whole(flags.json, json.dumps(result, indent=2) + '\n')
+        with open(flags.json, 'w') as file:
+            file.write(json.dumps(result, indent=2) + '\n')
     if flags.plot:
         plot(result, flags.plot)
 
@@ -78,9 +90,8 @@ def parse(argv=None):
         '--num_gpus',
         type=command_line.number(int, 1, command_line.MAX_TOWERS),
         nargs='+',
-        default=[1, 2],
         metavar='N',
-        help='numbers of towers (default: 1 2)',
+        help='numbers of towers (default: 1 2; 1 where there is one GPU)',
     )
     parser.add_argument(
         '--peers',
@@ -110,7 +121,7 @@ def parse(argv=None):
         '--plot', metavar='FILE', help='draw them there (needs matplotlib)'
     )
     flags, rest = parser.parse_known_args(argv)
-    numbers = sorted(set(flags.num_gpus))
+    numbers = sorted(set(flags.num_gpus or _default_numbers(rest)))
     training = [_parse_training(rest, n) for n in numbers]
     others = []
     if flags.against:
@@ -119,16 +130,20 @@ def parse(argv=None):
     for name in ('json', 'plot'):
         _check_writable(name, getattr(flags, name))
     if flags.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise UserError('--plot needs matplotlib: install it first') from None
+        _check_plot(flags)
     if flags.peers and training[0].model not in PEERS_MODELS:
         raise UserError(
             '--peers have no --model %s, only %s: drop one'
             % (training[0].model, ' and '.join(PEERS_MODELS))
         )
     return flags, training, others
+
+
+def _default_numbers(argv):
+    """Returns 1 and 2, as far as there are GPUs; on the CPU there are always towers."""
+    flags = command_line.parse('', model.NETWORKS, True, argv)
+    gpus = [] if flags.device == 'cpu' else flags.gpus or utils.visible_gpus()
+    return [1] if len(gpus) == 1 else [1, 2]
 
 
 def _parse_training(argv, num_gpus):
@@ -150,14 +165,28 @@ def _check_writable(name, path):
     """Refuses, before anything is measured, what could not be written after it."""
     if path is None:
         return
+    made = not os.path.lexists(path)
+    if not made and not os.path.isfile(path) and not os.path.isdir(path):
+        return  # a device or a pipe: to open it would already be something
     try:
-        made = not os.path.exists(path)
         with open(path, 'a'):
             pass
         if made:
             os.remove(path)
     except OSError as error:
         raise UserError('--%s %s: %s' % (name, path, error.strerror)) from None
+
+
+def _check_plot(flags):
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError('--plot needs matplotlib: install it first') from None
+    kind = os.path.splitext(flags.plot)[1][1:]
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        raise UserError('--plot %s: name a .png, .svg or .pdf file' % flags.plot)
+    if flags.plot == flags.json:
+        raise UserError('--json and --plot name one file: name two')
 
 
 # Measuring
@@ -170,6 +199,7 @@ def start_towers(stack, flags, training, against=''):
     ask = stack.enter_context(benchmark_rounds.start(script, argument))
     label = ' '.join(filter(None, [utils.count(training.num_gpus, 'tower'), against]))
     name = ' '.join(filter(None, [str(training.num_gpus), against]))
+    log.info('preparing %s', label)
     try:
         ready = ask()
     except benchmark_rounds.Ended as ended:
@@ -177,14 +207,18 @@ def start_towers(stack, flags, training, against=''):
     return Measured(name, label, training.num_gpus, ask, ready)
 
 
+def find_cause(ended):
+    """Returns the line that tells why a process ended."""
+    lines = ended.said.splitlines() or ['it ended with status %d' % ended.status]
+    errors = [line[len('ERROR: ') :] for line in lines if line.startswith('ERROR: ')]
+    return (errors or lines[-1:])[0]
+
+
 def raise_cause(label, ended):
     """Raises what ended a process: a `UserError` with its line, or `RunFailed`."""
-    lines = ended.said.splitlines() or ['(it said nothing)']
-    errors = [line[len('ERROR: ') :] for line in lines if line.startswith('ERROR: ')]
-    cause = (errors or lines[-1:])[0]
     if ended.status == 2:
-        raise UserError(cause) from None
-    raise RunFailed('measuring %s: %s' % (label, cause)) from None
+        raise UserError(find_cause(ended)) from None
+    raise RunFailed('measuring %s: %s' % (label, find_cause(ended))) from None
 
 
 def start_peers(stack, flags, training):
@@ -204,7 +238,7 @@ def start_peers(stack, flags, training):
         argument = {
             'peer': peer,
             'num_gpus': one.num_gpus,
-            'on_gpu': bool(utils.choose_devices(one.device, one.num_gpus).gpus),
+            'gpus': utils.choose_devices(one.device, one.num_gpus, one.gpus).gpus,
             'examples': examples,
             'num_classes': data.num_classes,
             'batch_size': one.batch_size,
@@ -216,10 +250,11 @@ def start_peers(stack, flags, training):
         }
         script = os.path.join(HERE, 'benchmark_peers.py')
         ask = stack.enter_context(benchmark_rounds.start(script, argument))
+        log.info('preparing %s', label)
         try:
             ready = ask()
         except benchmark_rounds.Ended as ended:
-            ready = {'missing': (ended.said.splitlines() or ['it ended'])[-1]}
+            ready = {'missing': find_cause(ended)}
         if 'missing' in ready:
             log.warning('%s is left out: %s', label, ready['missing'])
             continue
@@ -234,23 +269,28 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def measure(flags, training, measured):
-    """Gives each its turns; returns {name: list of its answers}."""
-    seconds = flags.rounds * len(measured) * flags.seconds
-    log.info(
-        '%d rounds of %s: about %d s',
-        flags.rounds,
-        ' / '.join(one.label for one in measured),
-        seconds,
-    )
-    answers = {one.name: [] for one in measured}
+def measure(flags, training, towers, peers):
+    """Gives each its turns.
+
+    Returns:
+      {name: list of its answers}; a peer that ends on the way is left out.
+    """
+    measured = towers + peers
+    seconds = sum(one.ready['round_seconds'] for one in measured)
+    log.info('%d rounds of about %d s', flags.rounds, seconds)
+    answers = collections.OrderedDict((one.name, []) for one in measured)
     with screen.open_bar(training, 0, flags.rounds * len(measured)) as bar:
         for _, one in itertools.product(range(flags.rounds), measured):
+            bar.update()
+            if one.name not in answers:
+                continue
             try:
                 answers[one.name].append(one.ask())
             except benchmark_rounds.Ended as ended:
-                raise_cause(one.label, ended)
-            bar.update()
+                if one not in peers:
+                    raise_cause(one.label, ended)
+                log.warning('%s is left out: %s', one.label, find_cause(ended))
+                del answers[one.name]
     return answers
 
 
@@ -276,6 +316,7 @@ def summarise(training, towers, peers, answers):
                 answer['input_wait_share'] for answer in rounds
             ),
             'graph_seconds': one.ready['graph_seconds'],
+            'threads': one.ready['threads'],
         }
     smallest = towers[0]
     for one in towers:
@@ -300,14 +341,13 @@ def summarise(training, towers, peers, answers):
     return {
         'towers': per_towers,
         'peers': per_peer,
-        'model': training.model,
-        'batch_size': training.batch_size,
+        'flags': {k: v for k, v in vars(training).items() if k not in MEANINGLESS},
         'rounds': len(answers[smallest.name]),
         'devices': {
             'towers': towers[-1].ready['towers'],
             'cores': utils.count_cores(),
         },
-        'threads': towers[-1].ready['threads'],
+        'threads': {one.name: one.ready['threads'] for one in towers},
         'versions': {
             'python': platform.python_version(),
             'tensorflow': towers[-1].ready['tensorflow'],
@@ -333,25 +373,27 @@ def _rate(rounds):
 def show(result, towers, peers):
     """Prints the tables, and advice where more towers gain nothing."""
     log.info(
-        'TensorFlow %s, model %s, %s; median of %d rounds (spread: highest - lowest)',
+        'TensorFlow %s on %s, model %s: medians of %d rounds',
         result['versions']['tensorflow'],
-        result['model'],
-        'threads %d inside an op, %d side by side' % tuple(result['threads']),
+        ' '.join(result['devices']['towers']),
+        result['flags']['model'],
         result['rounds'],
     )
-    head = '%6s %7s %10s %7s %11s %9s %14s %11s'
-    row = '%6d %7d %10s %6.0f%% %10.0f%% %8.1f%% %11.2f us %10.1f%%'
+    head = '%6s %7s %7s %9s %6s %10s %8s %9s %6s'
+    row = '%6d %7s %7d %9s %5.0f%% %9.0f%% %7.1f%% %6.2f us %5.1f%%'
     log.info('')
+    log.info(head, '', '', 'global', '', '', '', 'of', 'overhead', 'input')
     log.info(
         head,
-        *('towers', 'batch', 'images/s', 'spread', 'efficiency', 'of limit'),
-        *('overhead/image', 'input wait'),
+        *('towers', 'threads', 'batch', 'images/s', 'spread', 'efficiency', 'limit'),
+        *('per image', 'wait'),
     )
     for one in towers:
         figures = result['towers'][one.name]
         log.info(
             row,
             one.num_gpus,
+            '%d + %d' % tuple(figures['threads']),
             figures['global_batch'],
             '{:,.0f}'.format(figures['images_per_second']),
             100 * figures['spread'],
@@ -391,7 +433,7 @@ def advise(result):
         else:
             why = (
                 'give each tower more to do in a step, such as --batch_size %d or a '
-                'larger network' % (8 * result['batch_size'])
+                'larger network' % (8 * result['flags']['batch_size'])
             )
         sentences.append(
             '%s gain nothing over %d here (%.2f times the images per second): %s.'

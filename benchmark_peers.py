@@ -1,11 +1,13 @@
 """The process of benchmark.py that measures what users might pick instead.
 
-Same layers, batch per GPU, optimizer, dropout and metrics; the libraries' own defaults
-for everything else, threads included. TensorFlow is imported here as its users do, not
-through tf1.py, which would turn version 2's behaviour off.
+Same layers in the same order, batch per GPU, optimizer, dropout and metrics; the
+libraries' own defaults for everything else, but that processes share the cores.
+TensorFlow is imported here as its users do, not through tf1.py, which would turn
+version 2's behaviour off.
 """
 
 import contextlib
+import datetime
 import functools
 import os
 import sys
@@ -15,8 +17,8 @@ import numpy as np
 
 import benchmark_rounds
 
-# Steps before the first round.
-WARM_UP_STEPS = 200
+# Steps before the first round, and at least in each.
+WARM_UP_STEPS = 20
 
 FILTERS = (16, 32, 64)
 UNITS = 128
@@ -27,7 +29,8 @@ def prepare(argument):
     """Builds and warms up a peer; see `benchmark_rounds.serve`.
 
     Args:
-      argument: `peer`, a key of `PEERS`; `num_gpus`; `on_gpu`; `examples`, an .npz
+      argument: `peer`, a key of `PEERS`; `num_gpus`; `gpus`, their numbers, none for
+        the CPU; `examples`, an .npz
         file with uint8 images [n, height, width, channels] and int64 labels [n];
         `num_classes`; `batch_size`, per GPU; `dropout`; `optimizer`; `learning_rate`;
         `seconds`, about how long a round takes; `port`, a free one.
@@ -40,10 +43,10 @@ def prepare(argument):
             return
         train(WARM_UP_STEPS)
         rate = WARM_UP_STEPS / train(WARM_UP_STEPS)
-        steps = max(20, int(argument['seconds'] * rate))
+        steps = max(WARM_UP_STEPS, int(argument['seconds'] * rate))
         images = argument['batch_size'] * argument['num_gpus']
         yield (
-            {'version': version},
+            {'version': version, 'round_seconds': steps / rate},
             lambda: {'images_per_second': steps * images / train(steps)},
         )
 
@@ -64,16 +67,16 @@ def _start_keras(argument):
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
     import tensorflow as tf
 
-    num_gpus, kind = argument['num_gpus'], 'GPU' if argument['on_gpu'] else 'CPU'
+    num_gpus, gpus = argument['num_gpus'], argument['gpus']
     config = tf.config.experimental
-    devices = config.list_physical_devices(kind)
-    if kind == 'GPU':
-        for device in devices:
-            config.set_memory_growth(device, True)
-    elif num_gpus > 1:
-        one = config.VirtualDeviceConfiguration
+    visible = config.list_physical_devices('GPU')
+    config.set_visible_devices([visible[number] for number in gpus], 'GPU')
+    for number in gpus:
+        config.set_memory_growth(visible[number], True)
+    if not gpus and num_gpus > 1:
         config.set_virtual_device_configuration(
-            devices[0], [one() for _ in range(num_gpus)]
+            config.list_physical_devices('CPU')[0],
+            [config.VirtualDeviceConfiguration() for _ in range(num_gpus)],
         )
     images, labels = _load(argument)
     batch = argument['batch_size'] * num_gpus
@@ -104,7 +107,8 @@ def _start_keras(argument):
 
     with contextlib.ExitStack() as scope:
         if num_gpus > 1:
-            names = ['/%s:%d' % (kind.lower(), i) for i in range(num_gpus)]
+            kind = 'gpu' if gpus else 'cpu'
+            names = ['/%s:%d' % (kind, i) for i in range(num_gpus)]
             scope.enter_context(tf.distribute.MirroredStrategy(names).scope())
         model = _build_keras(tf.keras, images.shape[1:], argument)
     yield tf.__version__, train
@@ -114,8 +118,9 @@ def _build_keras(keras, shape, argument):
     layers = keras.layers
     stack = [layers.InputLayer(shape)]
     for filters in FILTERS:
-        stack.append(layers.Conv2D(filters, 3, padding='same', activation='relu'))
+        stack.append(layers.Conv2D(filters, 3, padding='same'))
         stack.append(layers.MaxPool2D(2, padding='same'))
+        stack.append(layers.Activation('relu'))
     stack += [
         layers.Flatten(),
         layers.Dropout(argument['dropout']),
@@ -178,14 +183,14 @@ def _build_torch(argument, rank):
     from torch import nn
 
     images, labels = _load(argument)
-    on_gpu, num_gpus = argument['on_gpu'], argument['num_gpus']
-    device = torch.device('cuda:%d' % rank if on_gpu else 'cpu')
+    gpus, num_gpus = argument['gpus'], argument['num_gpus']
+    device = torch.device('cuda:%d' % gpus[rank] if gpus else 'cpu')
     images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
     images, labels = images.to(device), torch.from_numpy(labels).to(device)
     layers, channels, size = [], images.shape[1], images.shape[2]
     for filters in FILTERS:
-        layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+        layers.append(nn.Conv2d(channels, filters, 3, padding=1))
+        layers += [nn.MaxPool2d(2, ceil_mode=True), nn.ReLU()]
         channels, size = filters, (size + 1) // 2
     layers += [
         nn.Flatten(),
@@ -197,15 +202,16 @@ def _build_torch(argument, rank):
     ]
     model = nn.Sequential(*layers).to(device)
     if num_gpus > 1:
-        os.environ.setdefault('MASTER_ADDR', '127.0.0.1')
-        os.environ.setdefault('MASTER_PORT', str(argument['port']))
-        if not on_gpu:
-            torch.set_num_threads(1)  # as torchrun does
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_gpus))
         torch.distributed.init_process_group(
-            'nccl' if on_gpu else 'gloo', rank=rank, world_size=num_gpus
+            'nccl' if gpus else 'gloo',
+            init_method='tcp://127.0.0.1:%d' % argument['port'],
+            rank=rank,
+            world_size=num_gpus,
+            timeout=datetime.timedelta(seconds=60),
         )
         model = nn.parallel.DistributedDataParallel(
-            model, device_ids=[rank] if on_gpu else None
+            model, device_ids=[device] if gpus else None
         )
     optimizer = {
         'adam': torch.optim.Adam,

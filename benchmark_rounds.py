@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -44,6 +45,7 @@ def start(script, argument):
         stdout=subprocess.PIPE,
         stderr=slave,
         universal_newlines=True,
+        start_new_session=True,
     )
     os.close(slave)
     said = collections.deque(maxlen=TAIL)
@@ -64,7 +66,9 @@ def start(script, argument):
     try:
         yield ask
     finally:
-        process.kill()
+        # It may have started others.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdin.close()
         process.stdout.close()

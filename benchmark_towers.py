@@ -19,12 +19,11 @@ import training
 import utils
 from tf1 import tf
 
-# Steps at the start of a slice that don't count: after them the queues' reserve of
-# batches, made while others were measured, is used up.
-WARM_UP_STEPS = 20
 # In a round the loop and its limit take turns this often: what else the machine does
 # slows both.
 SLICES = 4
+# Measured in each slice, however slow a step is.
+LEAST_STEPS = 10
 
 
 @contextlib.contextmanager
@@ -54,33 +53,38 @@ def prepare(argument):
     unstaged.staging = False
     with contextlib.ExitStack() as stack:
         open_job = functools.partial(_open_job, stack, devices, threads, data)
-        loop = open_job(flags, input_pipeline.build)
-        limit = open_job(
+        loop, _ = open_job(flags, input_pipeline.build)
+        limit, _ = open_job(
             unstaged, functools.partial(build_constant_input, devices.towers)
         )
-        timed = open_job(
-            unstaged,
-            functools.partial(build_timed_input, flags.staging and devices.towers),
+        _, timed_step = open_job(
+            flags, input_pipeline.build if flags.staging else build_timed_input
         )
+        global_batch = flags.batch_size * flags.num_gpus
+        # After so many steps the batches that the input had made while it was not
+        # measured are used up: two runs of its thread in the queue and one under way.
+        warm_up = 3 * input_pipeline.steps_per_enqueue(global_batch) + 1
 
-        def run_loop(steps, between):
-            return training.take_steps(loop.step, steps, WARM_UP_STEPS, between)
+        def run_loop(steps, between=lambda done: 0.0):
+            return training.take_steps(loop.step, steps, warm_up, between)
 
         def run_limit(steps):
-            return training.take_steps(limit.step, steps, WARM_UP_STEPS, lambda _: 0.0)
+            return training.take_steps(limit.step, steps, warm_up, lambda done: 0.0)
 
         def run_timed(steps):
-            for _ in range(WARM_UP_STEPS):
-                timed.step()
+            for _ in range(warm_up):
+                timed_step()
             began = time.perf_counter()
-            waited = sum(timed.step() for _ in range(steps - WARM_UP_STEPS))
+            waited = sum(timed_step()[0] for _ in range(steps - warm_up))
             return waited / (time.perf_counter() - began)
 
-        run_loop(5 * WARM_UP_STEPS, lambda _: 0.0)
-        run_timed(5 * WARM_UP_STEPS)
-        steps_per_second = run_limit(5 * WARM_UP_STEPS)
-        slice_seconds = argument['seconds'] / (2 * SLICES + 1)
-        steps = int(slice_seconds * steps_per_second) + WARM_UP_STEPS
+        for run in (run_loop, run_timed, run_limit):
+            run(warm_up + LEAST_STEPS)
+        rate = run_limit(warm_up + LEAST_STEPS)
+        slices = 2 * SLICES + 1  # of the loop, of the limit, and one timed
+        steps = int(argument['seconds'] / slices * rate)
+        steps = warm_up + max(LEAST_STEPS, steps)
+        ready['round_seconds'] = slices * steps / rate
 
         def measure():
             rates = []
@@ -88,21 +92,22 @@ def prepare(argument):
                 between = training.make_between(flags, loop, bar, SLICES * steps, None)
                 for before in range(0, SLICES * steps, steps):
                     rate = run_loop(steps, lambda done: between(before + done))  # noqa: B023
-                    rates.append((rate, run_limit(steps)))
-            images = flags.batch_size * flags.num_gpus
-            return {
-                'rates': [(images * rate, images * limit) for rate, limit in rates],
-                'input_wait_share': run_timed(steps),
-            }
+                    rates.append((global_batch * rate, global_batch * run_limit(steps)))
+            return {'rates': rates, 'input_wait_share': run_timed(steps)}
 
         yield ready, measure
 
 
 def _open_job(stack, devices, threads, data, flags, build_input):
-    """Builds a job and feeds its queues until the stack ends; returns its calls."""
+    """Builds a job and feeds its queues until the stack ends.
+
+    Returns:
+      (calls, timed_step): its `training.Calls`, and a step that returns how many
+      seconds it waited for input (and None).
+    """
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         job = train_multi_gpu.build_job(flags, devices.towers, data, build_input)
-        waited = tf.get_collection('waited')
+        waited = tf.get_collection('waited') or [build_timed_puts(job)]
         end_of_epoch = training.build_end_of_epoch(job.state)
         saver = checkpoints.create_saver()
         xla = utils.use_xla(flags.xla, devices.towers)
@@ -117,10 +122,7 @@ def _open_job(stack, devices, threads, data, flags, build_input):
             session, saver, job, end_of_epoch, flags.keep, lambda: None
         )
         calls.prefill()
-        if waited:
-            step = session.make_callable([waited[0], job.train_op])
-            calls = calls._replace(step=lambda: step()[0])
-        return calls
+        return calls, session.make_callable([waited[0], job.train_op])
 
 
 def build_constant_input(
@@ -149,30 +151,35 @@ def build_constant_input(
     return pipeline, {}
 
 
-def build_timed_input(staging_devices, *arguments):
-    """The training's own input, its towers held back until all batches are there.
+def build_timed_input(*arguments):
+    """In place of `input_pipeline.build`: the same, all towers wait for all batches.
 
     How many seconds a step waits for that goes into the collection 'waited'.
     """
     started = tf.timestamp()
     with tf.control_dependencies([started]):
         pipeline, feeds = input_pipeline.build(*arguments)
-        if staging_devices:
-            pipeline = input_pipeline.stage(pipeline, staging_devices)
     with tf.control_dependencies(list(itertools.chain(*pipeline.batches))):
         arrived = tf.timestamp()
     tf.add_to_collection('waited', arrived - started)
     with tf.control_dependencies([arrived]):
-        batches = [
-            [_identity_where_it_is(tensor) for tensor in batch]
-            for batch in pipeline.batches
-        ]
+        batches = [[tf.identity(t) for t in batch] for batch in pipeline.batches]
     return pipeline._replace(batches=batches), feeds
 
 
-def _identity_where_it_is(tensor):
-    with tf.device(tensor.device):
-        return tf.identity(tensor)
+def build_timed_puts(job):
+    """Returns how many seconds a step waits for its staging areas to be filled again.
+
+    It does so once the towers are done, and each gradient has been checked.
+    """
+    operations = tf.get_default_graph().get_operations()
+    with tf.control_dependencies(
+        [op for op in operations if op.type == 'CheckNumerics']
+    ):
+        computed = tf.timestamp()
+    with tf.control_dependencies(job.pipeline.puts):
+        put = tf.timestamp()
+    return tf.maximum(put - computed, 0)
 
 
 if __name__ == '__main__':

@@ -214,13 +214,19 @@ def _add_devices(group, towers):
         help='compile the towers with XLA; auto: for CPU towers on TensorFlow 1.x, '
         'where it pays (default: auto)',
     )
-    for kind, what in (('intra', 'inside an op'), ('inter', 'for ops side by side')):
-        group.add_argument(
-            '--%s_op_threads' % kind,
-            type=number(int, 0, 4096),
-            help="threads %s; 0: TensorFlow's choice (default: what was fastest, or "
-            'what the continued run had)' % what,
-        )
+    group.add_argument(
+        '--intra_op_threads',
+        type=number(int, 0, 4096),
+        help="threads inside an op; 0: TensorFlow's choice (default: what was fastest, "
+        'or what the continued run had)',
+    )
+    # With a single one nothing could close the queue of a producer that is stuck.
+    group.add_argument(
+        '--inter_op_threads',
+        type=number(int, 2, 4096),
+        help='threads for ops side by side (default: what was fastest, or what the '
+        'continued run had)',
+    )
 
 
 def _add_screen(group):

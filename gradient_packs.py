@@ -32,7 +32,7 @@ def pack(tower_grads, num_packs):
 
     Source: the "gradient repacking" of TensorFlow's benchmarks.
     """
-    if not num_packs:
+    if not num_packs or not tower_grads:
         return tower_grads
     packable = set.intersection(*map(_dense, tower_grads))
     return [_pack_tower(grads, packable, num_packs) for grads in tower_grads]
@@ -79,7 +79,7 @@ def _divide(grads, num_packs):
     middles = iter([start + end for start, end in zip(starts, ends)])
 
     def find_pack(_):
-        return next(middles) * num_packs // (2 * ends[-1])
+        return next(middles) * num_packs // max(1, 2 * ends[-1])
 
     return [list(group) for _, group in itertools.groupby(grads, find_pack)]
 

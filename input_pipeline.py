@@ -212,7 +212,7 @@ def build(examples, batch_size, num_towers, seed, state):
         feeds = {**feed_images, **feed_labels}
 
         index_queue, start = _build_index_queue(num_images, global_batch, seed, state)
-        steps = min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // global_batch))
+        steps = steps_per_enqueue(global_batch)
         rows = index_queue.dequeue_many(steps)  # [steps, N*B]
         rows = tf.reshape(rows, [-1, batch_size])  # [steps * N, B]
         batch_queue = tf.FIFOQueue(
@@ -228,6 +228,11 @@ def build(examples, batch_size, num_towers, seed, state):
         batches = _dequeue_in_order(batch_queue, num_towers)
     pipeline = Pipeline(batches, start, tf.no_op(), [], num_images, global_batch)
     return pipeline, feeds
+
+
+def steps_per_enqueue(global_batch):
+    """Returns how many steps' batches one run of the gathering thread moves."""
+    return min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // global_batch))
 
 
 def _check_size(num_images, batch_size, num_towers):

@@ -22,6 +22,8 @@ BINDING_FLAGS = {'model', 'optimizer', 'seed'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
     'gradient_packs',
+    'inter_op_threads',
+    'intra_op_threads',
     'keep',
     'max_minutes',
     'max_steps',
@@ -149,10 +151,17 @@ def begin(model_dir, config):
     Raises:
       UserError: one of them can't be written.
     """
-    before = read_config(model_dir).get('flags', {})
-    changes = _find_changes(before, config['flags'], set(before) - PASSING_FLAGS)
+    before = read_config(model_dir)
+    flags = before.get('flags', {})
+    changes = _find_changes(flags, config['flags'], set(flags) - PASSING_FLAGS)
     if changes:
         log.warning('%s was trained with %s so far', model_dir, changes)
+    if before.get('threads', config['threads']) != config['threads']:
+        log.warning(
+            '%s was trained with threads %s, not %s so far: bits depend on them',
+            model_dir,
+            *(before['threads'], config['threads']),
+        )
     text = json.dumps(config, indent=2, sort_keys=True)
     try:
         utils.log_to(os.path.join(model_dir, 'train.log'))

@@ -153,7 +153,8 @@ def check_finite(grads_and_vars, spec, tower):
             return None
         what = 'the gradient of %s' % variable.op.name
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        # The sum of finite values is finite, in a quarter of the time.
+        # A sum is not finite where a value is not, and takes a quarter of the time. (So
+        # it is where values of 1e33 add up: as lost a run.)
         with tf.control_dependencies([check(tf.reduce_sum(values), what)]):
             values = tf.identity(values)
         if isinstance(gradient, tf.IndexedSlices):

@@ -183,20 +183,23 @@ def place_variables(choice, towers):
 
     Args:
       choice: 'cpu'; 'gpu', the first tower's device; 'spread', the device among the
-        towers' that holds the fewest bytes so far.
+        towers' that holds the fewest bytes so far. What is no floating-point number
+        stays on the CPU: GPUs have no kernels for it.
       towers: a device string per tower.
     """
-    if choice == 'cpu':
-        return on_cpu
-    if choice == 'gpu':
-        return lambda op: towers[0]
-    held = dict.fromkeys(towers, 0)
+    held = dict.fromkeys(towers if choice == 'spread' else towers[:1], 0)
 
     def place(op):
-        device = min(towers, key=held.get)
+        dtype = op.get_attr('dtype')
+        if not dtype.is_floating:
+            return '/cpu:0'
+        device = min(held, key=held.get)
         shape = tf.TensorShape(op.get_attr('shape'))
-        held[device] += shape.num_elements() * op.get_attr('dtype').size
+        held[device] += (shape.num_elements() or 0) * dtype.size
         return device
+
+    if choice == 'cpu':
+        return on_cpu
 
     return place
 

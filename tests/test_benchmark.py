@@ -51,13 +51,15 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
     assert result['versions']['tensorflow'] == tf.version.VERSION
     assert result['devices']['towers'] == ['/cpu:0', '/cpu:1']
     assert result['rounds'] == 5
-    assert result['threads'] == list(
-        utils.choose_threads(make_flags('--xla', 'off'), ['/cpu:0', '/cpu:1'])
-    )
+    threads = utils.choose_threads(make_flags('--xla', 'off'), ['/cpu:0', '/cpu:1'])
+    assert result['threads'] == {'1': list(threads), '2': list(threads)}
+    assert result['flags']['batch_size'] == 10 and result['flags']['xla'] == 'off'
     # What is printed is what is written.
     rows = [line.split() for line in done.out.splitlines()]
     rate = '{:,.0f}'.format(result['towers']['2']['images_per_second'])
-    assert ['2', '20', rate] in [row[:3] for row in rows]
+    assert ['2'] + '{} + {} 20'.format(*threads).split() + [rate] in [
+        row[:6] for row in rows
+    ]
     for peer, label in (
         ('keras_fit_1', 'Keras fit, 1'),
         ('1 --dropout 0', '1 tower -'),
@@ -179,34 +181,33 @@ def slow_input(seconds):
     return build
 
 
-def test_waiting_for_input_is_what_the_step_waits(small, monkeypatch):
+@pytest.mark.parametrize('staging', [[], ['--staging']])
+def test_waiting_for_input_is_what_the_step_waits(small, monkeypatch, staging):
     monkeypatch.setattr(input_pipeline, 'build', slow_input(0.05))
-    flags = make_flags('--num_gpus', '2', '--batch_size', '10', '--xla', 'off')
+    flags = ['--num_gpus', '2', '--batch_size', '10', '--xla', 'off']
     devices = utils.choose_devices('cpu', 2)
+    build_input = benchmark_towers.build_timed_input
     job = train_multi_gpu.build_job(
-        flags,
+        make_flags(*flags, *staging),
         devices.towers,
         small,
-        lambda *args: benchmark_towers.build_timed_input(None, *args),
+        input_pipeline.build if staging else build_input,
     )
-    (waited,) = tf.get_collection('waited')
+    if staging:
+        waited = benchmark_towers.build_timed_puts(job)
+    else:
+        (waited,) = tf.get_collection('waited')
     with start(job, devices) as session:
         for _ in range(5):
             seconds, _ = session.run([waited, job.train_op])
-            assert 0.05 <= seconds < 1
+            # With staging a step computes first, and waits for the rest.
+            assert (0.02 if staging else 0.05) <= seconds < 1
 
 
-@pytest.mark.parametrize('staging', [[], ['--staging']])
-def test_the_timed_input_gives_the_same_images(small, staging):
-    flags = make_flags(
-        '--num_gpus', '2', '--batch_size', '10', '--xla', 'off', *staging
-    )
+def test_the_timed_input_gives_the_same_images(small):
     devices = utils.choose_devices('cpu', 2)
     state = training.create_state()
-    arguments = small.train, 10, 2, 0, state
-    pipeline, feeds = benchmark_towers.build_timed_input(
-        flags.staging and devices.towers, *arguments
-    )
+    pipeline, feeds = benchmark_towers.build_timed_input(small.train, 10, 2, 0, state)
     order = input_pipeline.epoch_order(2000, 0, 0)
     with training.open_session(devices, THREADS) as session:
         session.run(
@@ -215,9 +216,8 @@ def test_the_timed_input_gives_the_same_images(small, staging):
         session.run(pipeline.start)
         order = session.run(order)
         with training.queue_runners(session):
-            session.run(pipeline.prefill)
             for step in range(3):
-                (one, two), _ = session.run([pipeline.batches, pipeline.puts])
+                one, two = session.run(pipeline.batches)
                 rows = order[20 * step : 20 * (step + 1)]
                 np.testing.assert_array_equal(one[0], small.train.images[rows[:10]])
                 np.testing.assert_array_equal(two[0], small.train.images[rows[10:]])
@@ -267,6 +267,8 @@ def test_the_limit_fits_on_gpus(gpu_build, small):  # noqa: F811
         (['--epochs', '3'], '--epochs has no meaning for benchmark.py: drop it'),
         (['--model_dir', 'm'], '--model_dir has no meaning for benchmark.py: drop it'),
         (['--against', '--xla maybe'], "invalid choice: 'maybe'"),
+        (['--save_every_seconds', '1'], '--save_every_seconds has no meaning'),
+        (['--verbose'], '--verbose has no meaning for benchmark.py: drop it'),
         (['--colour', 'red'], 'unrecognized arguments: --colour red'),
         (['--batch_size', 'x'], '--batch_size'),
         (
@@ -290,8 +292,52 @@ def test_a_mistake_is_told_before_anything_is_measured(argv, told):
 
 def test_plot_without_matplotlib_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    monkeypatch.setitem(sys.modules, 'matplotlib.backend_bases', None)
     with pytest.raises(UserError, match='--plot needs matplotlib: install it'):
         benchmark.parse(['--plot', 'b.png'])
+
+
+@pytest.mark.parametrize(
+    'visible, argv, numbers',
+    [
+        ([], [], [1, 2]),
+        (['a'], [], [1]),
+        (['a', 'b', 'c'], [], [1, 2]),
+        (['a', 'b'], ['--gpus', '1'], [1]),
+        (['a'], ['--device', 'cpu'], [1, 2]),
+    ],
+)
+def test_by_default_one_and_two_towers_as_far_as_there_are_gpus(
+    monkeypatch, visible, argv, numbers
+):
+    monkeypatch.setattr(utils, 'visible_gpus', lambda: visible)
+    _, towers, _ = benchmark.parse(argv)
+    assert [flags.num_gpus for flags in towers] == numbers
+
+
+def test_a_peer_that_ends_on_the_way_costs_no_other_figure(monkeypatch):
+    def end():
+        raise benchmark_rounds.Ended(1, 'Traceback\nOutOfMemory: too much')
+
+    warned = []
+    monkeypatch.setattr(benchmark.log, 'warning', lambda *args: warned.append(args[1:]))
+    ready = {'round_seconds': 1}
+    tower = benchmark.Measured('1', '1 tower', 1, lambda: 5, ready)
+    peer = benchmark.Measured('keras_fit_1', 'Keras fit, 1', 1, end, ready)
+    flags = benchmark.parse(['--device', 'cpu'])[0]
+    answers = benchmark.measure(flags, make_flags(), [tower], [peer])
+    assert dict(answers) == {'1': [5] * 7}
+    assert warned == [('Keras fit, 1', 'OutOfMemory: too much')]
+
+
+def test_json_goes_to_whatever_kind_of_file(tmp_path):
+    (tmp_path / 'old').write_text('before')
+    (tmp_path / 'link').symlink_to('old')
+    (tmp_path / 'dangling').symlink_to('new')
+    for name in ('old', 'link', 'dangling', '/dev/null'):
+        benchmark.parse(['--device', 'cpu', '--json', name])
+    assert (tmp_path / 'old').read_text() == 'before'
+    assert os.path.islink('dangling') and files() == ['dangling', 'link', 'old']
 
 
 def test_each_number_of_towers_gets_the_first_gpus(monkeypatch):
@@ -339,12 +385,16 @@ def test_a_process_that_ends_is_told_with_what_it_said(tmp_path):
 
 def test_nothing_is_left_running_after_the_block(tmp_path):
     script = tmp_path / 'waits.py'
-    script.write_text(
-        ENDS.replace("sys.exit('no more')", '__import__("os").getpid()') % ROOT
-    )
+    # Not even what the process has started itself.
+    started = "__import__('subprocess').Popen(['sleep', '1000']).pid"
+    script.write_text(ENDS.replace("sys.exit('no more')", started) % ROOT)
     with benchmark_rounds.start(str(script), None) as ask:
         ask()
         number = ask()
         os.kill(number, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(number, 0)
+    for _ in range(100):
+        with open('/proc/%d/stat' % number) as file:
+            if file.read().split()[2] == 'Z':
+                return
+        time.sleep(0.1)
+    raise AssertionError('it is still running')

@@ -67,6 +67,11 @@ def test_neighbours_share_a_pack_of_about_the_same_size(variables, num_packs, pa
         assert [''.join(v.op.name for v in group) for group in found] == packs
 
 
+def test_no_towers_are_average_gradients_to_refuse():
+    with pytest.raises(ValueError, match='average_gradients: no towers'):
+        average_gradients(gradient_packs.pack([], 2))
+
+
 def test_no_packs_change_nothing(variables):
     towers = [make_grads(variables, 0)]
     assert gradient_packs.pack(towers, 0) is towers

@@ -23,6 +23,9 @@ from utils import UserError
         (['--batch_size', '0'], '--batch_size'),
         (['--batch_size', '1000000'], '--batch_size'),
         (['--num_gpus', '0'], '--num_gpus'),
+        (['--inter_op_threads', '1'], "'1' is not a whole number of at least 2"),
+        (['--gradient_packs', '-1'], '--gradient_packs'),
+        (['--variable_device', 'tpu'], '--variable_device'),
         (['--num_gpus', '-1'], '--num_gpus'),
         (['--num_gpus', '65'], '--num_gpus'),
         (['--num_gpus', 'two'], '--num_gpus'),
@@ -163,6 +166,15 @@ def test_threads_by_line_and_towers(monkeypatch, argv, towers, on_1_15, on_2):
     assert found == (on_1_15 if tensorflow_1 else on_2)
     asked = make_flags('--intra_op_threads', '9')
     assert utils.choose_threads(asked, towers, before=[5, 6]) == (9, 6)
+
+
+@pytest.mark.parametrize('choice', ['gpu', 'spread'])
+def test_variables_that_gpus_have_no_kernel_for_stay_on_the_cpu(choice):
+    place = utils.place_variables(choice, ['/gpu:0', '/gpu:1'])
+    with utils.on_tower('/gpu:0', reuse=False, place_variable=place):
+        counter = tf.get_variable('counter', [], tf.int32)
+        weight = tf.get_variable('weight', [])
+    assert 'cpu:0' in counter.device.lower() and 'gpu:0' in weight.device.lower()
 
 
 def test_xla_is_given_whole_towers():
