@@ -255,6 +255,16 @@ def test_the_limit_fits_on_gpus(gpu_build, small):  # noqa: F811
 # Mistakes and failures
 
 
+def test_help_fits_into_80_columns_and_names_each_flag(monkeypatch, capsys):
+    monkeypatch.setenv('COLUMNS', '80')
+    with pytest.raises(SystemExit):
+        benchmark.parse(['--help'])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in vars(benchmark.parse(['--device', 'cpu'])[0]):
+        assert '--%s ' % name in shown, name
+
+
 @pytest.mark.parametrize(
     'argv, told',
     [
