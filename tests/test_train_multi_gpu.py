@@ -166,16 +166,14 @@ def test_the_reuse_of_towers_does_not_leak(small):
     tf.get_variable('later', [1])
 
 
-@pytest.mark.parametrize('num_towers', [1, 2, 3])
+@pytest.mark.parametrize('num_towers', [1, 3])
 def test_what_is_only_for_speed_changes_no_bit(run_steps, num_towers):
     flags = ['--num_gpus', str(num_towers), '--batch_size', '50']
     plain = run_steps(45, *flags)  # into the second epoch
     for levers in (
         ['--staging'],
-        ['--gradient_packs', '1'],
         ['--gradient_packs', '4'],
-        ['--variable_device', 'gpu'],
-        ['--variable_device', 'spread'],
+        ['--variable_device', 'gpu', '--gradient_packs', '1'],
         ['--variable_device', 'spread', '--gradient_packs', '2', '--staging'],
     ):
         assert_same_bits(plain, run_steps(45, *flags, *levers))
