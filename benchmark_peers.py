@@ -30,10 +30,10 @@ def prepare(argument):
 
     Args:
       argument: `peer`, a key of `PEERS`; `num_gpus`; `gpus`, their numbers, none for
-        the CPU; `examples`, an .npz
-        file with uint8 images [n, height, width, channels] and int64 labels [n];
-        `num_classes`; `batch_size`, per GPU; `dropout`; `optimizer`; `learning_rate`;
-        `seconds`, about how long a round takes; `port`, a free one.
+        the CPU; `examples`, an .npz file with uint8 images
+        [n, height, width, channels] and int64 labels [n]; `num_classes`;
+        `batch_size`, per GPU; `dropout`; `optimizer`; `learning_rate`; `seconds`,
+        about how long a round takes; `port`, a free one.
     """
     with contextlib.ExitStack() as stack:
         try:

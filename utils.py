@@ -187,6 +187,8 @@ def place_variables(choice, towers):
         stays on the CPU: GPUs have no kernels for it.
       towers: a device string per tower.
     """
+    if choice == 'cpu':
+        return on_cpu
     held = dict.fromkeys(towers if choice == 'spread' else towers[:1], 0)
 
     def place(op):
@@ -197,9 +199,6 @@ def place_variables(choice, towers):
         shape = tf.TensorShape(op.get_attr('shape'))
         held[device] += (shape.num_elements() or 0) * dtype.size
         return device
-
-    if choice == 'cpu':
-        return on_cpu
 
     return place
 
