@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import sys
+import tempfile
 import time
 
 import benchmark_rounds
@@ -14,6 +15,7 @@ import command_line
 import input_pipeline
 import model
 import screen
+import summaries
 import train_multi_gpu
 import training
 import utils
@@ -53,7 +55,10 @@ def prepare(argument):
     unstaged.staging = False
     with contextlib.ExitStack() as stack:
         open_job = functools.partial(_open_job, stack, devices, threads, data)
-        loop, _ = open_job(flags, input_pipeline.build)
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        wanted = flags.summary_steps > 0
+        events = stack.enter_context(summaries.open_events(directory, 0, wanted))
+        loop, _ = open_job(flags, input_pipeline.build, events)
         limit, _ = open_job(
             unstaged, functools.partial(build_constant_input, devices.towers)
         )
@@ -65,11 +70,8 @@ def prepare(argument):
         # measured are used up: two runs of its thread in the queue and one under way.
         warm_up = 3 * input_pipeline.steps_per_enqueue(global_batch) + 1
 
-        def run_loop(steps, between=lambda done: 0.0):
-            return training.take_steps(loop.step, steps, warm_up, between)
-
-        def run_limit(steps):
-            return training.take_steps(limit.step, steps, warm_up, lambda done: 0.0)
+        def take(step, steps, between=lambda *_: 0.0):
+            return training.take_steps(step, steps, warm_up, between, global_batch)
 
         def run_timed(steps):
             for _ in range(warm_up):
@@ -78,9 +80,11 @@ def prepare(argument):
             waited = sum(timed_step()[0] for _ in range(steps - warm_up))
             return waited / (time.perf_counter() - began)
 
-        for run in (run_loop, run_timed, run_limit):
-            run(warm_up + LEAST_STEPS)
-        rate = run_limit(warm_up + LEAST_STEPS)
+        few = warm_up + LEAST_STEPS
+        take(loop.step, few)
+        run_timed(few)
+        take(limit.step, few)
+        rate = take(limit.step, few) / global_batch
         slices = 2 * SLICES + 1  # of the loop, of the limit, and one timed
         steps = int(argument['seconds'] / slices * rate)
         steps = warm_up + max(LEAST_STEPS, steps)
@@ -89,16 +93,22 @@ def prepare(argument):
         def measure():
             rates = []
             with screen.open_bar(flags, 0, SLICES * steps) as bar:
-                between = training.make_between(flags, loop, bar, SLICES * steps, None)
+                between = training.make_between(
+                    flags, loop, bar, 0, SLICES * steps, None
+                )
                 for before in range(0, SLICES * steps, steps):
-                    rate = run_loop(steps, lambda done: between(before + done))  # noqa: B023
-                    rates.append((global_batch * rate, global_batch * run_limit(steps)))
+                    rate = take(
+                        loop.step,
+                        steps,
+                        lambda done, *rest: between(before + done, *rest),  # noqa: B023
+                    )
+                    rates.append((rate, take(limit.step, steps)))
             return {'rates': rates, 'input_wait_share': run_timed(steps)}
 
         yield ready, measure
 
 
-def _open_job(stack, devices, threads, data, flags, build_input):
+def _open_job(stack, devices, threads, data, flags, build_input, events=None):
     """Builds a job and feeds its queues until the stack ends.
 
     Returns:
@@ -111,7 +121,7 @@ def _open_job(stack, devices, threads, data, flags, build_input):
         end_of_epoch = training.build_end_of_epoch(job.state)
         saver = checkpoints.create_saver()
         xla = utils.use_xla(flags.xla, devices.towers)
-        session = stack.enter_context(training.open_session(devices, threads, xla))
+        session = stack.enter_context(utils.open_session(devices, threads, xla))
         session.run(
             [tf.global_variables_initializer(), tf.local_variables_initializer()],
             job.feeds,
@@ -119,7 +129,7 @@ def _open_job(stack, devices, threads, data, flags, build_input):
         session.run(job.pipeline.start)
         stack.enter_context(training.queue_runners(session))
         calls = training.make_calls(
-            session, saver, job, end_of_epoch, flags.keep, lambda: None
+            session, saver, job, end_of_epoch, flags.keep, lambda: None, events, None
         )
         calls.prefill()
         return calls, session.make_callable([waited[0], job.train_op])
@@ -144,9 +154,14 @@ def build_constant_input(
             batches.append(tf.raw_ops.StagePeek(index=0, dtypes=dtypes, **area))
         for tensor, like in zip(batches[-1], batch):
             tensor.set_shape(like.shape)
-    global_batch = batch_size * num_towers
     pipeline = input_pipeline.Pipeline(
-        batches, tf.no_op(), tf.group(*puts), [], len(examples.labels), global_batch
+        batches,
+        start=tf.no_op(),
+        prefill=tf.group(*puts),
+        puts=[],
+        samples=None,
+        num_images=len(examples.labels),
+        global_batch=batch_size * num_towers,
     )
     return pipeline, {}
 

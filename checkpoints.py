@@ -181,7 +181,7 @@ def restore(saver, session, model_dir):
     """
     prefix, damaged = find_good(model_dir)
     if prefix is not None:
-        _check_variables(prefix)
+        check_variables(prefix)
         saver.restore(session, prefix)
     best_dir = os.path.join(model_dir, 'best')
     later = [
@@ -199,10 +199,19 @@ def restore(saver, session, model_dir):
     return prefix
 
 
-def _check_variables(prefix):
+def check_variables(prefix, whole=True):
+    """Refuses a checkpoint that does not fit the variables of the graph.
+
+    Args:
+      prefix: the checkpoint.
+      whole: whether the graph must have all that the checkpoint holds.
+
+    Raises:
+      UserError: names the variable that differs.
+    """
     saved = tf.train.NewCheckpointReader(prefix).get_variable_to_shape_map()
     built = {v.op.name: v.shape.as_list() for v in tf.global_variables()}
-    for name in sorted(set(saved) | set(built)):
+    for name in sorted(set(saved) | set(built) if whole else built):
         if saved.get(name) != built.get(name):
             raise UserError(
                 '%s is of another model: %s is %s there and %s here; give the flags '

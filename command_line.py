@@ -27,6 +27,7 @@ def parse(description, networks, towers, argv=None):
     _add_saving(parser.add_argument_group('saving and stopping'))
     _add_training(parser.add_argument_group('model and training'), networks)
     _add_devices(parser.add_argument_group('devices'), towers)
+    _add_records(parser.add_argument_group('TensorBoard and trace'))
     _add_screen(parser.add_argument_group('screen'))
     flags = parser.parse_args(argv)
     if not towers:
@@ -168,7 +169,8 @@ def _add_training(group, networks):
     )
 
 
-def _add_devices(group, towers):
+def add_device_choice(group, towers=True):
+    """Adds the flags that `utils.choose_devices` takes."""
     if towers:
         group.add_argument(
             '--num_gpus',
@@ -187,6 +189,10 @@ def _add_devices(group, towers):
         help='auto: GPUs, or the CPU with a warning if there is none; gpu and cpu '
         'never use the other (default: auto)',
     )
+
+
+def _add_devices(group, towers):
+    add_device_choice(group, towers)
     if towers:
         group.add_argument(
             '--variable_device',
@@ -226,6 +232,27 @@ def _add_devices(group, towers):
         type=number(int, 2, 4096),
         help='threads for ops side by side (default: what was fastest, or what the '
         'continued run had)',
+    )
+
+
+def _add_records(group):
+    group.add_argument(
+        '--summary_steps',
+        type=number(int, 0, 2**31 - 1),
+        default=100,
+        help='write loss, accuracy, learning rate and images/s this often; 0: no event '
+        'files (default: 100)',
+    )
+    group.add_argument(
+        '--histograms',
+        action='store_true',
+        help='histograms of weights and gradients, once per epoch',
+    )
+    group.add_argument(
+        '--trace',
+        type=number(int, 1, 2**31 - 1),
+        metavar='STEP',
+        help='write when each op of this step ran, for chrome://tracing',
     )
 
 

@@ -27,6 +27,9 @@ NUM_CLASSES = 10
 STEPS_PER_ENQUEUE = 8
 IMAGES_PER_ENQUEUE = 2048
 
+# How many images a run shows in TensorBoard.
+NUM_SAMPLES = 8
+
 # images: uint8 [n, height, width, channels]; labels: int64 [n].
 Examples = collections.namedtuple('Examples', 'images labels')
 DataSet = collections.namedtuple('DataSet', 'train valid num_classes')
@@ -34,9 +37,10 @@ DataSet = collections.namedtuple('DataSet', 'train valid num_classes')
 # batches: per tower, images uint8 [batch, height, width, channels] and labels int64
 # [batch]. start: op that sets the producers to where training stands, to be run
 # before the queue runners start. prefill: op to be run once, after they started.
-# puts: ops that each step runs too, done before it updates anything.
+# puts: ops that each step runs too, done before it updates anything. samples: the
+# first images of epoch 0, uint8 [n, height, width, channels], not from the queue.
 Pipeline = collections.namedtuple(
-    'Pipeline', 'batches start prefill puts num_images global_batch'
+    'Pipeline', 'batches start prefill puts samples num_images global_batch'
 )
 
 
@@ -226,7 +230,12 @@ def build(examples, batch_size, num_towers, seed, state):
         )
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
-    pipeline = Pipeline(batches, start, tf.no_op(), [], num_images, global_batch)
+        first = epoch_order(num_images, seed, 0)[: min(NUM_SAMPLES, num_images)]
+        samples = tf.gather(images, first)
+        samples.set_shape([min(NUM_SAMPLES, num_images)] + [None] * 3)
+    pipeline = Pipeline(
+        batches, start, tf.no_op(), [], samples, num_images, global_batch
+    )
     return pipeline, feeds
 
 

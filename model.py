@@ -110,22 +110,35 @@ def cnn(images, training, num_classes, dropout):
 NETWORKS = {'cnn': cnn}
 
 
-def model_fn(images, labels, network, num_classes, training=False, dropout=None):
-    """Builds one copy of the model.
+def infer(images, network, num_classes, training=False, dropout=None):
+    """Builds the network on images as they come from a data set.
 
     Args:
-      images: uint8 [batch, height, width, channels].
-      labels: int64 [batch], in [0, num_classes).
+      images: [batch, height, width, channels], uint8 or floats from 0 to 255.
       network: a function like those in `NETWORKS`.
       num_classes: how many logits.
       training: whether this copy trains.
       dropout: what `dropout_layers` returns, for training.
 
     Returns:
-      A `ModelSpec`.
+      logits, float32 [batch, num_classes].
     """
     x = tf.cast(images, tf.float32) / 127.5 - 1  # bytes to [-1, 1]
-    logits = network(x, training, num_classes, dropout or (lambda x: x))
+    return network(x, training, num_classes, dropout or (lambda x: x))
+
+
+def model_fn(images, labels, network, num_classes, training=False, dropout=None):
+    """Builds one copy of the model.
+
+    Args:
+      images: uint8 [batch, height, width, channels].
+      labels: int64 [batch], in [0, num_classes).
+      network, num_classes, training, dropout: as in `infer`.
+
+    Returns:
+      A `ModelSpec`.
+    """
+    logits = infer(images, network, num_classes, training, dropout)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=logits
     )

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 
@@ -22,6 +23,7 @@ BINDING_FLAGS = {'model', 'optimizer', 'seed'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
     'gradient_packs',
+    'histograms',
     'inter_op_threads',
     'intra_op_threads',
     'keep',
@@ -31,6 +33,8 @@ PASSING_FLAGS = {
     'no_progress',
     'save_every_seconds',
     'staging',
+    'summary_steps',
+    'trace',
     'variable_device',
     'verbose',
 }
@@ -204,8 +208,15 @@ def describe(flags, devices, data, threads):
 
 
 def describe_data(data):
-    """Returns what config.json says of a `DataSet`."""
+    """Returns what config.json says of a `DataSet`.
+
+    `border` is the brightness of the images' edge, 0 to 255: it tells predict.py
+    whether they are light on dark.
+    """
+    first = data.train.images[:1000]
+    edges = [first[:, 0], first[:, -1], first[:, :, 0], first[:, :, -1]]
     return {
+        'border': float(np.mean([edge.mean() for edge in edges])),
         'train_images': len(data.train.images),
         'valid_images': len(data.valid.images),
         'image_shape': list(data.train.images.shape[1:]),
@@ -215,10 +226,23 @@ def describe_data(data):
 
 def continuing_command(model_dir):
     """Returns the command line that goes on with this run."""
-    words = [sys.executable] + sys.argv
+    words = [_python()] + sys.argv
     if '--model_dir' not in ' '.join(words):
         words += ['--model_dir', model_dir]
     return ' '.join(map(shlex.quote, words))
+
+
+def next_command(script, model_dir):
+    """Returns the command line of a script beside this one that uses the run."""
+    path = os.path.join(os.path.dirname(sys.argv[0]), script)
+    return ' '.join(map(shlex.quote, [_python(), path, '--model_dir', model_dir]))
+
+
+def _python():
+    """Returns how this interpreter is called from here, the shortest way."""
+    if shutil.which('python') == sys.executable:
+        return 'python'
+    return min(sys.executable, os.path.relpath(sys.executable), key=len)
 
 
 def read_config(model_dir):

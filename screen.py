@@ -5,6 +5,8 @@ import sys
 
 from tqdm import tqdm
 
+import checkpoints
+import records
 import utils
 from tf1 import tf
 from utils import log
@@ -12,16 +14,11 @@ from utils import log
 
 def introduce(flags, config, restored, model_dir):
     """Says in a few lines what will be trained, on what, and where results go."""
-    towers, gpus = config['devices']['towers'], config['devices']['gpus']
+    towers = config['devices']['towers']
     data = config['data']
     global_batch = flags.batch_size * len(towers)
     steps, rest = divmod(data['train_images'], global_batch)
-    if flags.device == 'auto' and not gpus:
-        log.warning(
-            'TensorFlow sees no GPU: training on the CPU, %s on %s',
-            utils.count(len(towers), 'tower'),
-            utils.count(utils.count_cores(), 'core'),
-        )
+    warn_without_gpu(flags.device, utils.Devices(**config['devices']), 'training')
     log.info(
         'model %s: %d parameters, %d classes; %d training and %d validation images '
         'of %s from %s',
@@ -57,6 +54,17 @@ def introduce(flags, config, restored, model_dir):
         log.info('continues from %s', restored)
 
 
+def warn_without_gpu(asked, devices, doing):
+    """Warns where `--device auto` has found no GPU."""
+    if asked == 'auto' and not devices.gpus:
+        log.warning(
+            'TensorFlow sees no GPU: %s on the CPU, %s on %s',
+            doing,
+            utils.count(len(devices.towers), 'tower'),
+            utils.count(utils.count_cores(), 'core'),
+        )
+
+
 def open_bar(flags, steps_done, steps_left):
     """Returns a tqdm bar of one epoch: on a terminal only, a log file gets none."""
     tqdm.monitor_interval = 0  # its thread has nothing to do: we refresh by time
@@ -76,12 +84,32 @@ def open_bar(flags, steps_done, steps_left):
     )
 
 
-def refresh(bar, done, loss, accuracy):
-    """Shows the epoch's score so far, after `done` steps of this run."""
-    bar.set_postfix(
-        train_acc='%.3f' % accuracy, train_loss='%.3f' % loss, refresh=False
-    )
+def refresh(bar, done, images_per_second, loss, accuracy):
+    """Shows the epoch's speed and score so far, after `done` steps of this run."""
+    shown = {'train_acc': '%.3f' % accuracy, 'train_loss': '%.3f' % loss}
+    if images_per_second:
+        shown['images/s'] = '%.0f' % images_per_second
+    bar.set_postfix(shown, refresh=False)
     bar.update(bar.initial + done - bar.n)
+
+
+def conclude(flags, rows, state, model_dir):
+    """Says what a run that is over has left, and what to do with it."""
+    if rows:
+        best = max(rows, key=lambda row: row['valid_acc'])
+        log.info(
+            'best: epoch %d of %d, valid/acc: %.4f, valid/loss: %.4f',
+            *(best['epoch'], state.epoch, best['valid_acc'], best['valid_loss']),
+        )
+    else:
+        log.info('best: none yet, no epoch is done')
+    last = checkpoints.find(model_dir)
+    best = checkpoints.find(os.path.join(model_dir, 'best'))
+    log.info('checkpoints: %s', ', '.join((best[:1] if rows else []) + last[:1]))
+    if state.epoch < flags.epochs:
+        log.info('next: %s', records.continuing_command(model_dir))
+    else:
+        log.info('next: %s', records.next_command('evaluate.py', model_dir))
 
 
 def log_score(name, loss, accuracy):

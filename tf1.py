@@ -70,7 +70,7 @@ def leave_at_once():
 
 
 def import_tensorflow():
-    """Returns `tensorflow.compat.v1` with v2 behaviour off."""
+    """Returns `tensorflow.compat.v1`, v2 behaviour off, and what has no public name."""
     if not VERBOSE:
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
@@ -78,11 +78,12 @@ def import_tensorflow():
         import tensorflow.compat.v1 as tensorflow
 
         tensorflow.disable_v2_behavior()
-    return tensorflow
+        from tensorflow.python.client import timeline
+    return tensorflow, timeline
 
 
 try:
-    tf = import_tensorflow()
+    tf, timeline = import_tensorflow()
 except ImportError as error:
     if (error.name or '').split('.')[0] != 'tensorflow':
         raise

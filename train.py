@@ -58,7 +58,9 @@ def build_job(flags, device, data):
     )
     evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
     feeds.update(more_feeds)
-    return training.Job(state, learning_rate, train_op, pipeline, evaluated, feeds)
+    return training.Job(
+        state, learning_rate, gradients, train_op, pipeline, evaluated, feeds
+    )
 
 
 if __name__ == '__main__':

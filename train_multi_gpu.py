@@ -65,9 +65,10 @@ def build_job(flags, devices, data, build_input=input_pipeline.build):
         utils.place_variables(flags.variable_device, devices),
     )
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
+    gradients = gradient_packs.unpack(average_gradients(packed))
     train_op = training.apply_gradients(
         optimizer,
-        gradient_packs.unpack(average_gradients(packed)),
+        gradients,
         learning_rate,
         specs,
         state,
@@ -75,7 +76,9 @@ def build_job(flags, devices, data, build_input=input_pipeline.build):
     )
     evaluated, more_feeds = evaluation.build(data.valid, devices, build_model)
     feeds.update(more_feeds)
-    return training.Job(state, learning_rate, train_op, pipeline, evaluated, feeds)
+    return training.Job(
+        state, learning_rate, gradients, train_op, pipeline, evaluated, feeds
+    )
 
 
 def build_towers(

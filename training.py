@@ -14,8 +14,9 @@ import input_pipeline
 import records
 import screen
 import stopping
+import summaries
 import utils
-from tf1 import quiet_stderr, tf
+from tf1 import tf
 from utils import RunFailed, RunStopped, log
 
 # Steps at the start of a process that images per second leave out.
@@ -32,9 +33,11 @@ State = collections.namedtuple(
     'State', 'global_step epoch epoch_images loss_sum correct best_acc'
 )
 
-# What a script builds and `run` runs. feeds: for the initialisers.
+# What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
+# over the towers. train_op: what `apply_gradients` returns. feeds: for the
+# initialisers.
 Job = collections.namedtuple(
-    'Job', 'state learning_rate train_op pipeline evaluation feeds'
+    'Job', 'state learning_rate gradients train_op pipeline evaluation feeds'
 )
 
 # op: moves the state to the start of the next epoch. set_best: sets the best accuracy
@@ -44,8 +47,8 @@ EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 # What the loop calls: functions of a session, each made once.
 Calls = collections.namedtuple(
     'Calls',
-    'prefill step read_state read_score evaluate finish_epoch set_best '
-    'read_learning_rate save find_stop',
+    'prefill step special_steps read_state read_score evaluate finish_epoch set_best '
+    'read_learning_rate save find_stop events',
 )
 
 
@@ -104,7 +107,7 @@ def create_optimizer(name, learning_rate):
 
 
 def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts=()):
-    """Returns the op of one step: one update, and the epoch's running sums.
+    """Builds one step: one update, and the epoch's running sums.
 
     Call it outside every variable scope: slots take the scope as a prefix.
 
@@ -115,22 +118,36 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts
       specs: the `ModelSpec` of each tower.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
+
+    Returns:
+      train_op, which runs the step: float32 [3], the mean loss and the accuracy of
+      its images, over all towers, and its learning rate.
     """
     losses = tf.concat([spec.losses for spec in specs], axis=0)  # [towers * batch]
     correct = tf.concat([spec.correct for spec in specs], axis=0)
     loss_sum = tf.reduce_sum(tf.cast(losses, tf.float64))
     num_correct = tf.cast(tf.reduce_sum(correct), tf.int64)
+    num_images = losses.shape.as_list()[0]
+    metrics = tf.stack(
+        [
+            tf.cast(loss_sum / num_images, tf.float32),
+            tf.reduce_sum(correct) / num_images,
+            learning_rate,
+        ]
+    )
     gradients = [gradient for gradient, _ in grads_and_vars]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
     read = gradients + [learning_rate, loss_sum, num_correct] + list(puts)
     with tf.control_dependencies(read):
-        return tf.group(
+        update = tf.group(
             optimizer.apply_gradients(grads_and_vars, global_step=state.global_step),
-            state.epoch_images.assign_add(losses.shape.as_list()[0]),
+            state.epoch_images.assign_add(num_images),
             state.loss_sum.assign_add(loss_sum),
             state.correct.assign_add(num_correct),
         )
+    with tf.control_dependencies([update]):
+        return tf.identity(metrics, 'train_op')
 
 
 def check_finite(grads_and_vars, spec, tower):
@@ -199,6 +216,7 @@ def run(flags, devices, data, job, model_dir):
     """
     saver = checkpoints.create_saver()
     end_of_epoch = build_end_of_epoch(job.state)
+    summary = summaries.build(job.pipeline.samples, job.gradients, flags.histograms)
     initialise = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     runners = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
     close_queues = [runner.cancel_op for runner in runners]
@@ -208,7 +226,7 @@ def run(flags, devices, data, job, model_dir):
     threads = utils.choose_threads(flags, devices.towers, before)
     with contextlib.ExitStack() as stack:
         xla = utils.use_xla(flags.xla, devices.towers)
-        session = stack.enter_context(open_session(devices, threads, xla))
+        session = stack.enter_context(utils.open_session(devices, threads, xla))
         deadline = stopping.find_deadline(flags.max_minutes)
         find_stop = functools.partial(stopping.find_stop, deadline)
         stack.enter_context(
@@ -220,12 +238,37 @@ def run(flags, devices, data, job, model_dir):
         config = records.describe(flags, devices, data, threads)
         records.begin(model_dir, config)
         screen.introduce(flags, config, restored, model_dir)
-        calls = make_calls(session, saver, job, end_of_epoch, flags.keep, find_stop)
+        step = session.run(job.state.global_step)
+        events = stack.enter_context(
+            summaries.open_events(model_dir, step, flags.summary_steps > 0)
+        )
+        special_steps = summaries.make_special_steps(
+            session, job.train_op, summary, events.train, flags.trace, model_dir
+        )
+        calls = make_calls(
+            session,
+            saver,
+            job,
+            end_of_epoch,
+            flags.keep,
+            find_stop,
+            events,
+            special_steps,
+        )
         stack.enter_context(queue_runners(session, find_stop))
+        if step == 0 and summary.samples is not None:
+            samples = session.run(summary.samples)
+            events.train(0, tf.Summary.FromString(samples))
         train(flags, job, calls, model_dir)
+        if flags.trace and not os.path.exists(
+            summaries.find_trace(model_dir, flags.trace)
+        ):
+            log.warning('--trace %d: this run had no such step', flags.trace)
 
 
-def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
+def make_calls(
+    session, saver, job, end_of_epoch, keep, find_stop, events, special_steps
+):
     """Returns the `Calls` of a run."""
     read = session.make_callable(list(job.state))
     sums = ('epoch_images', 'loss_sum', 'correct')
@@ -239,6 +282,7 @@ def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
     return Calls(
         prefill=session.make_callable(job.pipeline.prefill),
         step=session.make_callable(job.train_op),
+        special_steps=special_steps,
         read_state=lambda: State(*read()),
         read_score=lambda: score(*read_sums()),
         evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
@@ -247,6 +291,7 @@ def make_calls(session, saver, job, end_of_epoch, keep, find_stop):
         read_learning_rate=session.make_callable(job.learning_rate),
         save=save,
         find_stop=find_stop,
+        events=events,
     )
 
 
@@ -254,7 +299,7 @@ def train(flags, job, calls, model_dir):
     """Runs the epochs that are left; what ends them early is saved and told."""
     try:
         calls.prefill()
-        saved = run_epochs(flags, job, calls, model_dir)
+        rows, saved = run_epochs(flags, job, calls, model_dir)
     except tf.errors.InvalidArgumentError as error:
         found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
         if not found:
@@ -272,11 +317,15 @@ def train(flags, job, calls, model_dir):
         raise stopped from None
     if not saved:
         raise RunFailed('the last save in %s failed' % model_dir)
-    log.info('results: %s', model_dir)
+    screen.conclude(flags, rows, calls.read_state(), model_dir)
 
 
 def run_epochs(flags, job, calls, model_dir):
-    """Trains, evaluates, records and saves; returns whether the last save worked."""
+    """Trains, evaluates, records and saves.
+
+    Returns:
+      (rows, saved): the rows of metrics.jsonl, and whether the last save worked.
+    """
     now = calls.read_state()
     rows = records.read_metrics(model_dir, now.epoch)
     records.write_metrics(model_dir, rows)
@@ -297,9 +346,17 @@ def run_epochs(flags, job, calls, model_dir):
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
         done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
         steps = min(left, last_step - now.global_step)
+        special_steps = calls.special_steps(now.global_step, steps, steps == left)
         with screen.open_bar(flags, done, left) as bar:
-            between = make_between(flags, calls, bar, steps, model_dir)
-            steps_per_second = take_steps(calls.step, steps, warm_up, between)
+            between = make_between(flags, calls, bar, now.global_step, steps, model_dir)
+            speed = take_steps(
+                calls.step,
+                steps,
+                warm_up,
+                between,
+                job.pipeline.global_batch,
+                special_steps,
+            )
         warm_up = 0
 
         now = calls.read_state()
@@ -307,7 +364,9 @@ def run_epochs(flags, job, calls, model_dir):
         screen.log_score('train', *train)
         valid = calls.evaluate()
         screen.log_score('valid', *valid)
-        speed = steps_per_second and steps_per_second * job.pipeline.global_batch
+        calls.events.valid(
+            now.global_step, summaries.scalars(loss=valid[0], accuracy=valid[1])
+        )
         if speed:
             log.info('speed: %.0f images/s', speed)
         if steps < left:
@@ -318,7 +377,7 @@ def run_epochs(flags, job, calls, model_dir):
         rows.append(make_row(now, train, valid, rate, speed, time.time() - began))
         saved = finish_epoch(calls, model_dir, rows, now.best_acc)
         now = calls.read_state()
-    return saved
+    return rows, saved
 
 
 def score(epoch_images, loss_sum, correct):
@@ -377,42 +436,59 @@ def save_stopped(stopped, calls, model_dir):
     log.info('to go on: %s', records.continuing_command(model_dir))
 
 
-def take_steps(step, steps, warm_up, between):
+def take_steps(step, steps, warm_up, between, global_batch, special_steps=()):
     """Runs `steps` steps.
 
     Args:
-      step: () runs one.
+      step: () runs one and returns what `train_op` gives.
       steps: how many.
       warm_up: how many of the first ones don't count for the speed.
-      between: (steps done) -> seconds, called after each step: how long it took for
-        what is no training.
+      between: (steps done, what the last gave, speed) -> seconds, called after each
+        step: how long it took for what is no training. speed: () -> images per
+        second so far, None during warm-up.
+      global_batch: images per step.
+      special_steps: {number from 1 on: what to run instead of `step`}.
 
     Returns:
-      Steps per second, None if no step was run.
+      Images per second, None if no step was run.
     """
-    if not steps:
-        return None
+    special_steps = dict(special_steps)
     warm_up = min(warm_up, steps - 1)
-    began, away = time.perf_counter(), 0.0
+    began, away, done = time.perf_counter(), 0.0, 0
+
+    def speed():
+        images = (done - warm_up) * global_batch
+        return images / (time.perf_counter() - began - away) if images > 0 else None
+
     for done in range(1, steps + 1):
-        step()
-        away += between(done)
+        metrics = special_steps.get(done, step)()
+        away += between(done, metrics, speed)
         if done == warm_up:
             began, away = time.perf_counter(), 0.0
-    return (steps - warm_up) / (time.perf_counter() - began - away)
+    return speed() if steps else None
 
 
-def make_between(flags, calls, bar, steps, model_dir):
-    """Returns what is done after each of `steps` steps: signals, the bar, saves."""
+def make_between(flags, calls, bar, first_step, steps, model_dir):
+    """Returns what is done after each of `steps` steps: signals, events, bar, saves."""
     refresh_at = math.inf if bar.disable else 0
     save_at = time.perf_counter() + flags.save_every_seconds
 
-    def between(done):
+    def between(done, metrics, speed):
         nonlocal refresh_at, save_at
         utils.raise_if(calls.find_stop())
+        step = first_step + done
+        if step % (flags.summary_steps or math.inf) == 0:
+            loss, accuracy, rate = metrics.tolist()
+            summary = summaries.scalars(
+                loss=loss,
+                accuracy=accuracy,
+                learning_rate=rate,
+                images_per_second=speed(),
+            )
+            calls.events.train(step, summary)
         now = time.perf_counter()
         if now >= refresh_at or (done == steps and not bar.disable):
-            screen.refresh(bar, done, *calls.read_score())
+            screen.refresh(bar, done, speed(), *calls.read_score())
             refresh_at = now + REFRESH_SECONDS
         if now < save_at:
             return 0.0
@@ -422,15 +498,6 @@ def make_between(flags, calls, bar, steps, model_dir):
         return saved_at - now
 
     return between
-
-
-@contextlib.contextmanager
-def open_session(devices, threads, xla=False):
-    """A session as `utils.session_config` describes it; its start is silent."""
-    with quiet_stderr():
-        session = tf.Session(config=utils.session_config(devices, threads, xla))
-    with session:
-        yield session
 
 
 @contextlib.contextmanager

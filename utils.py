@@ -56,6 +56,7 @@ def visible_gpus():
 # towers: a device string per tower, such as '/gpu:0'. gpus: the numbers of the GPUs
 # these are, an empty list for CPU towers.
 Devices = collections.namedtuple('Devices', 'towers gpus')
+CPU = Devices(['/cpu:0'], [])
 
 
 def choose_devices(device, num_gpus=None, gpus=None, find_gpus=None):
@@ -174,6 +175,16 @@ def session_config(devices, threads, xla=False):
 
 # Of the proto RewriterConfig.Toggle, which has no public name.
 OFF = 2
+
+
+@contextlib.contextmanager
+def open_session(devices, threads, xla=False):
+    """A session as `session_config` describes it; its start is silent."""
+    with quiet_stderr():
+        session = tf.Session(config=session_config(devices, threads, xla))
+    with session:
+        yield session
+
 
 VARIABLE_OPS = ('Variable', 'VariableV2', 'VarHandleOp')
 

@@ -38,7 +38,7 @@ def thread_pools():
     Bits depend on them: what is trained here must equal what a script trains.
     """
     one = utils.choose_devices('cpu', 1)
-    with tf.Graph().as_default(), training.open_session(one, THREADS) as session:
+    with tf.Graph().as_default(), utils.open_session(one, THREADS) as session:
         session.run(tf.matmul(tf.ones([64, 64]), tf.ones([64, 64])))
 
 
@@ -122,7 +122,7 @@ def run_steps(small):
 @contextlib.contextmanager
 def start(job, devices, place=()):
     """A session in which the job's queues are being fed; runs `place` before that."""
-    with training.open_session(devices, THREADS) as session:
+    with utils.open_session(devices, THREADS) as session:
         session.run(
             [tf.global_variables_initializer(), tf.local_variables_initializer()],
             job.feeds,

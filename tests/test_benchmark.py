@@ -209,7 +209,7 @@ def test_the_timed_input_gives_the_same_images(small):
     state = training.create_state()
     pipeline, feeds = benchmark_towers.build_timed_input(small.train, 10, 2, 0, state)
     order = input_pipeline.epoch_order(2000, 0, 0)
-    with training.open_session(devices, THREADS) as session:
+    with utils.open_session(devices, THREADS) as session:
         session.run(
             [tf.global_variables_initializer(), tf.local_variables_initializer()], feeds
         )
@@ -229,7 +229,7 @@ def test_the_limit_takes_the_same_batch_from_the_towers_own_device(small):
         devices.towers, small.train, 5, 2
     )
     assert [b[0].device[-5:] for b in pipeline.batches] == ['CPU:0', 'CPU:1']
-    with training.open_session(devices, THREADS) as session:
+    with utils.open_session(devices, THREADS) as session:
         session.run(pipeline.prefill)
         for _ in range(3):
             for tower, (images, labels) in enumerate(session.run(pipeline.batches)):

@@ -414,7 +414,7 @@ def test_a_nan_names_step_and_tower_and_updates_nothing():
     step = training.apply_gradients(
         optimizer, train_multi_gpu.average_gradients(grads), rate, specs, state
     )
-    with training.open_session(devices, THREADS) as session:
+    with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())
         session.run([step])
         session.run([step])

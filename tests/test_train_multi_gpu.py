@@ -61,7 +61,7 @@ def test_two_variable_model_follows_numpy_step_by_step(num_towers):
         state,
     )
     losses, before = [], 0.0
-    with training.open_session(devices, THREADS) as session:
+    with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())
         for _ in range(steps):
             session.run(train_op)

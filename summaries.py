@@ -1,0 +1,263 @@
+"""What a run leaves to look at: TensorBoard's event files, and the trace of a step.
+
+An event file is a TFRecord file of Event messages. `tf.summary.FileWriter` would write
+it in a thread of its own, which a full disk kills; here the run itself writes and
+learns of it.
+"""
+
+import collections
+import contextlib
+import functools
+import glob
+import json
+import os
+import socket
+import time
+
+from tf1 import tf, timeline
+from utils import log
+
+# Functions (step, tf.Summary) that write to the event files of train/ and valid/.
+Events = collections.namedtuple('Events', 'train valid')
+
+# String tensors, each a serialised tf.Summary; None where it was not asked for.
+Summaries = collections.namedtuple('Summaries', 'samples gradients weights')
+
+
+# In the graph
+
+
+def build(samples, grads_and_vars, histograms):
+    """Builds what is more than a scalar; call it before the graph is finalized.
+
+    Args:
+      samples: uint8 [n, height, width, channels], what the network trains on.
+      grads_and_vars: list of (gradient, variable), averaged over the towers.
+      histograms: whether there are to be any.
+
+    Returns:
+      `Summaries`.
+    """
+    with tf.device('/cpu:0'), tf.name_scope('summaries'):
+        # TensorBoard's own limit: grey, colour, with an alpha channel.
+        shown = samples.shape.as_list()[3] in (1, 3, 4)
+        return Summaries(
+            samples=tf.raw_ops.ImageSummary(
+                tag='samples', tensor=samples, max_images=samples.shape.as_list()[0]
+            )
+            if shown
+            else None,
+            gradients=_histograms(
+                'gradients/', [(v, _values(g)) for g, v in grads_and_vars]
+            )
+            if histograms
+            else None,
+            weights=_histograms('weights/', [(v, v + 0) for _, v in grads_and_vars])
+            if histograms
+            else None,
+        )
+
+
+def _values(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _histograms(prefix, tensors):
+    return tf.raw_ops.MergeSummary(
+        inputs=[
+            tf.raw_ops.HistogramSummary(tag=prefix + variable.op.name, values=tensor)
+            for variable, tensor in tensors
+        ]
+    )
+
+
+# Event files
+
+
+@contextlib.contextmanager
+def open_events(model_dir, step, wanted=True):
+    """Opens a new event file in `train/` and in `valid/` of a run.
+
+    What older files hold of later steps is removed: a run that was killed has written
+    it, and this one will write it anew.
+
+    Args:
+      model_dir: the directory of the run.
+      step: the global step it goes on from.
+      wanted: whether there are to be event files at all.
+
+    Yields:
+      `Events`.
+    """
+    if not wanted:
+        yield Events(lambda step, summary: None, lambda step, summary: None)
+        return
+    with contextlib.ExitStack() as stack:
+        yield Events(
+            *(
+                stack.enter_context(_event_file(os.path.join(model_dir, name), step))
+                for name in Events._fields
+            )
+        )
+
+
+@contextlib.contextmanager
+def _event_file(directory, first):
+    """Yields the function that writes to a new event file; it never raises.
+
+    The first error is told, and nothing is written from then on.
+    """
+    writer = None
+
+    def write(step, summary=None, **fields):
+        nonlocal writer
+        if writer is None:
+            return
+        if summary is not None:
+            fields['summary'] = summary
+        event = tf.Event(wall_time=time.time(), step=step, **fields)
+        try:
+            writer.write(event.SerializeToString())
+            writer.flush()
+        except (tf.errors.OpError, OSError) as error:
+            log.error('%s: no more events are written: %s', path, _line(error))
+            writer = None
+
+    now = time.time()
+    name = 'events.out.tfevents.%010d.%s' % (now, socket.gethostname())
+    path = os.path.join(directory, name)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        remove_later_events(directory, first)
+        # Never the name of an older file: two starts within a second.
+        while os.path.exists(path):
+            path += '.1'
+        writer = tf.python_io.TFRecordWriter(path)
+    except (tf.errors.OpError, OSError) as error:
+        log.error('%s: no events are written: %s', path, _line(error))
+    write(0, file_version='brain.Event:2')
+    if first:
+        # A TensorBoard that has read the removed events drops them, too.
+        start = tf.SessionLog(status=tf.SessionLog.START)
+        write(first + 1, session_log=start)
+    yield write
+    if writer is not None:
+        with contextlib.suppress(tf.errors.OpError, OSError):
+            writer.close()
+
+
+def _line(error):
+    return getattr(error, 'strerror', None) or str(error).partition('\n')[0]
+
+
+def remove_later_events(directory, step):
+    """Removes the events of steps after `step` from the event files of a directory."""
+    pattern = os.path.join(glob.escape(directory), 'events.out.tfevents.*')
+    for path in glob.glob(pattern):
+        events = list(read_events(path))
+        kept = [event for event in events if event.step <= step]
+        if len(kept) == len(events):
+            continue
+        # Not a name that TensorBoard would read.
+        new = os.path.join(directory, 'unfinished')
+        with tf.python_io.TFRecordWriter(new) as writer:
+            for event in kept:
+                writer.write(event.SerializeToString())
+        os.replace(new, path)
+
+
+def read_events(path):
+    """Yields the events of a file; what a kill cut short ends it."""
+    with contextlib.suppress(tf.errors.DataLossError):
+        for record in tf.python_io.tf_record_iterator(path):
+            yield tf.Event.FromString(record)
+
+
+def scalars(**values):
+    """Returns a `tf.Summary` of numbers, {tag: number}; None is left out."""
+    return tf.Summary(
+        value=[
+            tf.Summary.Value(tag=tag, simple_value=value)
+            for tag, value in values.items()
+            if value is not None
+        ]
+    )
+
+
+# Steps that are run to be looked at
+
+
+def make_special_steps(session, train_op, summary, write, traced, model_dir):
+    """Returns the function that says which steps are run in another way.
+
+    A last step of an epoch gives the histograms of gradients and weights, if there are
+    to be any. The step before the traced one is run in the same way as this: where
+    XLA compiles once more, it does not do so in the trace.
+
+    Args:
+      session: where the variables are.
+      train_op: runs a step.
+      summary: `Summaries`.
+      write: (step, tf.Summary) -> None, to the event file of `train/`.
+      traced: the global step whose trace is wanted, or None.
+      model_dir: where the trace goes.
+
+    Returns:
+      (global step, steps, whether they end an epoch) -> a dict: which of these
+      steps, counted from 1, and the function that runs it in place of the usual one.
+    """
+    if summary.gradients is not None:
+        run_with_gradients = session.make_callable([train_op, summary.gradients])
+        read_weights = session.make_callable(summary.weights)
+
+    def step_with_histograms(number):
+        metrics, gradients = run_with_gradients()
+        write(number, tf.Summary.FromString(gradients))
+        write(number, tf.Summary.FromString(read_weights()))
+        return metrics
+
+    def traced_step(path):
+        options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+        run_metadata = tf.RunMetadata()
+        metrics = session.run(train_op, options=options, run_metadata=run_metadata)
+        if path:
+            write_trace(path, run_metadata)
+        return metrics
+
+    def find(first, steps, ends_epoch):
+        special = {}
+        if ends_epoch and summary.gradients is not None:
+            special[steps] = functools.partial(step_with_histograms, first + steps)
+        if traced is not None:
+            special[traced - 1 - first] = functools.partial(traced_step, None)
+            path = find_trace(model_dir, traced)
+            special[traced - first] = functools.partial(traced_step, path)
+        return special
+
+    return find
+
+
+def find_trace(model_dir, step):
+    """Returns the path of a step's trace."""
+    return os.path.join(model_dir, 'trace-%d.json' % step)
+
+
+def write_trace(path, run_metadata):
+    """Writes the times of a step's ops in Chrome's format, a group of rows per device.
+
+    Args:
+      path: the JSON file.
+      run_metadata: `tf.RunMetadata` of a run with `FULL_TRACE`.
+    """
+    trace = timeline.Timeline(run_metadata.step_stats)
+    events = json.loads(trace.generate_chrome_trace_format(show_dataflow=False))
+    events = events['traceEvents']
+    # Without the groups that stay empty.
+    shown = {event['pid'] for event in events if event['ph'] == 'X'}
+    events = [event for event in events if event['pid'] in shown]
+    try:
+        with open(path, 'w', encoding='utf-8') as file:
+            json.dump({'traceEvents': events}, file, indent=0)
+        log.info('trace of the step: %s', path)
+    except OSError as error:
+        log.error('%s is not written: %s', path, error.strerror)

@@ -1,0 +1,127 @@
+"""A model that was trained: which run, which checkpoint, and its weights.
+
+What evaluate.py, predict.py and export.py share.
+"""
+
+import collections
+import glob
+import os
+
+import checkpoints
+import model
+import records
+from tf1 import tf
+from utils import UserError
+
+# title: a line that says which model it is. prefix: of the checkpoint. network: a
+# function of model.py. image_shape: [height, width, channels]. border: brightness, 0 to
+# 255, of the edge of the images it was trained on. threads: (intra-op, inter-op).
+Trained = collections.namedtuple(
+    'Trained',
+    'title model_dir prefix network num_classes image_shape border data_dir threads',
+)
+
+
+def add_flags(parser):
+    """Adds the flags that say which model is meant."""
+    parser.add_argument(
+        '--model_dir', help='the run (default: the newest in runs/ that has saved)'
+    )
+    parser.add_argument(
+        '--checkpoint',
+        metavar='best|last|PATH',
+        help='which of its checkpoints (default: best, or last while there is no best)',
+    )
+    parser.add_argument(
+        '--verbose', action='store_true', help="TensorFlow's own messages too"
+    )
+
+
+def find(flags):
+    """Finds the model that the flags mean, and checks it.
+
+    Returns:
+      A `Trained`.
+
+    Raises:
+      UserError: there is none, or it can't be read.
+    """
+    newest = ''
+    model_dir = flags.model_dir
+    if model_dir is None and flags.checkpoint not in (None, 'best', 'last'):
+        model_dir = os.path.dirname(flags.checkpoint) or '.'
+        if os.path.basename(model_dir) == 'best':
+            model_dir = os.path.dirname(model_dir) or '.'
+    elif model_dir is None:
+        model_dir, newest = _newest_run(), ' (the newest run)'
+    if not os.path.isdir(model_dir):
+        raise UserError('--model_dir %s is not a directory' % model_dir)
+    config = records.read_config(model_dir)
+    if not config:
+        raise UserError('%s has no config.json: no run wrote it' % model_dir)
+    prefix = _choose_checkpoint(model_dir, flags.checkpoint)
+    name = config['flags'].get('model')
+    if name not in model.NETWORKS:
+        raise UserError(
+            '%s was trained with --model %s, which model.py does not have'
+            % (model_dir, name)
+        )
+    data = config['data']
+    return Trained(
+        'model %s of %s%s' % (name, prefix, newest),
+        model_dir,
+        prefix,
+        model.NETWORKS[name],
+        data['num_classes'],
+        data['image_shape'],
+        data.get('border', 0),
+        config['flags'].get('data_dir'),
+        tuple(config['threads']),
+    )
+
+
+def _newest_run():
+    saved = glob.glob('runs/*/model.ckpt-*.index')
+    if not saved:
+        raise UserError('no run in runs/ has saved anything: name one with --model_dir')
+    return os.path.dirname(max(saved, key=os.path.getmtime))
+
+
+def _choose_checkpoint(model_dir, choice):
+    best = checkpoints.find(os.path.join(model_dir, 'best'))
+    if choice == 'last' or (choice is None and not best):
+        prefix, _ = checkpoints.find_good(model_dir)
+        if prefix is None:
+            raise UserError('%s holds no checkpoint' % model_dir)
+        return prefix
+    if choice in (None, 'best'):
+        if not best:
+            raise UserError(
+                '%s has no best checkpoint, no epoch is done: --checkpoint last'
+                % model_dir
+            )
+        prefix = best[0]
+    else:
+        prefix = choice[: -len('.index')] if choice.endswith('.index') else choice
+        if not os.path.exists(prefix + '.index'):
+            raise UserError('--checkpoint %s: there is no %s.index' % (choice, prefix))
+    fault = checkpoints.find_fault(prefix)
+    if fault is not None:
+        raise UserError('%s is damaged: %s' % (prefix, fault))
+    return prefix
+
+
+def restore(session, trained):
+    """Gives the variables of the graph the trained values.
+
+    Raises:
+      UserError: the checkpoint is of another model, or was deleted meanwhile.
+    """
+    try:
+        checkpoints.check_variables(trained.prefix, whole=False)
+        tf.train.Saver(tf.global_variables()).restore(session, trained.prefix)
+    except tf.errors.OpError:
+        raise UserError(
+            '%s can not be read any more: a run that goes on deletes old checkpoints; '
+            'try again' % trained.prefix
+        ) from None
