@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gzip
+import importlib
 import json
 import os
 import pathlib
@@ -16,7 +17,6 @@ import command_line
 import input_pipeline
 import model
 import tf1
-import train
 import train_multi_gpu
 import training
 import utils
@@ -137,12 +137,12 @@ def start(job, devices, place=()):
 @pytest.fixture
 def main(monkeypatch, capfd):
     """A function that runs a script's main() here, as the command line would."""
-    scripts = {'train.py': train, 'train_multi_gpu.py': train_multi_gpu}
 
     def main(script, *argv):
         monkeypatch.setattr(sys, 'argv', [script] + list(argv))
         capfd.readouterr()
-        status = utils.run_main(scripts[script].main)
+        module = importlib.import_module(script[: -len('.py')])
+        status = utils.run_main(module.main)
         return Finished(status, *capfd.readouterr())
 
     return main

@@ -176,7 +176,10 @@ def slow_input(seconds):
             ]
         nothing = tf.no_op()
         size = len(examples.labels)
-        return input_pipeline.Pipeline(batches, nothing, nothing, [], size, 20), {}
+        pipeline = input_pipeline.Pipeline(
+            batches, nothing, nothing, [], None, size, global_batch=20
+        )
+        return pipeline, {}
 
     return build
 

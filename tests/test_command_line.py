@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import subprocess
@@ -64,9 +65,13 @@ def test_a_good_run_in_files(small_dir, tmp_path):
         'train/acc',
         'valid/acc',
         'speed',
-        'results',
+        'best',
+        'checkpoints',
+        'next',
     ]
-    assert files('here') == [
+    events = [name for name in files('here') if 'tfevents' in name]
+    assert [os.path.dirname(name) for name in events] == ['train', 'valid']
+    assert [name for name in files('here') if name not in events] == [
         'best/checkpoint',
         'best/model.ckpt-2-62.data-00000-of-00001',
         'best/model.ckpt-2-62.index',
@@ -91,6 +96,13 @@ def test_a_good_run_in_files(small_dir, tmp_path):
             'images_per_second seconds'
         )
     assert [(row['epoch'], row['step']) for row in rows] == [(1, 31), (2, 62)]
+    best = (2, rows[1]['valid_acc'], rows[1]['valid_loss'])
+    assert lines[-3:-1] == [
+        'best: epoch %d of 2, valid/acc: %.4f, valid/loss: %.4f' % best,
+        'checkpoints: here/best/model.ckpt-2-62, here/model.ckpt-2-62',
+    ]
+    assert lines[-1].startswith('next: ')
+    assert lines[-1].endswith('%s/evaluate.py --model_dir here' % ROOT)
     shown = 'valid/acc: %.4f, valid/loss: %.4f'
     assert shown % (rows[1]['valid_acc'], rows[1]['valid_loss']) in lines
     assert 0.2 < rows[1]['valid_acc'] <= 1 and rows[1]['images_per_second'] > 10
@@ -122,6 +134,7 @@ def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir):
     last = screen.decode().replace('\r\n', '').split('\r')[-1]
     assert last.startswith('100%|#') and ' 62/62 [' in last
     assert 'train_acc=0.' in last and 'train_loss=' in last
+    assert re.search(r'images/s=\d+', last)
     assert b'#' not in out and b'\r' not in out
 
 
@@ -165,7 +178,7 @@ def test_closed_streams_do_not_end_a_run(flags, closed):
     assert done.returncode == 0 and b'Traceback' not in done.stderr
     assert files('m').count('model.ckpt-0-2.index') == 1
     with open('m/train.log') as file:
-        assert file.read().endswith('results: m\n')
+        assert file.read().splitlines()[-1].endswith('--max_steps 2')
 
 
 def test_verbose_shows_what_tensorflow_says(flags):

@@ -144,7 +144,7 @@ def read_steps(num_images, batch, num_towers, steps, seed=1, epoch=0, consumed=0
         pipeline, feeds = input_pipeline.build(
             tagged(num_images), batch, num_towers, seed, state
         )
-        job = training.Job(state, None, None, pipeline, None, feeds)
+        job = training.Job(state, None, None, None, pipeline, None, feeds)
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
         devices = utils.choose_devices('cpu', num_towers)
         with start(job, devices, place) as session:
@@ -198,7 +198,7 @@ def test_a_start_inside_an_epoch_goes_on_at_the_next_image(batch, num_towers):
 
 
 def test_count_steps():
-    pipeline = input_pipeline.Pipeline(None, None, None, [], 310, 12)
+    pipeline = input_pipeline.Pipeline(None, None, None, [], None, 310, 12)
     assert input_pipeline.count_steps(pipeline, 0) == (0, 25)
     assert input_pipeline.count_steps(pipeline, 120) == (10, 15)
     assert input_pipeline.count_steps(pipeline, 300) == (25, 0)
@@ -227,6 +227,18 @@ def test_large_batches_keep_their_order_and_do_not_pile_up():
     input_pipeline.build(tagged(6000), 1500, 2, 0, training.create_state())
     batches = tf.get_default_graph().get_operation_by_name('input/batch_queue')
     assert batches.get_attr('capacity') == 4
+
+
+def test_the_samples_are_what_the_first_towers_read_and_cost_no_image():
+    first = read_steps(100, 3, 2, 3).reshape(-1)[:8]
+    state = training.create_state()
+    pipeline, feeds = input_pipeline.build(tagged(100), 3, 2, 1, state)
+    with tf.Session() as session:
+        session.run(tf.local_variables_initializer(), feeds)
+        samples = session.run(pipeline.samples)
+    assert samples.shape == (8, 1, 2, 1)
+    index = samples[:, 0, :, 0].dot(np.array([256, 1]))
+    assert index.tolist() == first.tolist()
 
 
 def test_neither_graph_nor_checkpoint_holds_the_data():

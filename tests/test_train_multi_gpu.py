@@ -64,10 +64,13 @@ def test_two_variable_model_follows_numpy_step_by_step(num_towers):
     with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())
         for _ in range(steps):
-            session.run(train_op)
+            loss, accuracy, shown_rate = session.run(train_op)
             after = session.run(state.loss_sum)
             losses.append((after - before) / (num_towers * batch))
             before = after
+            # What TensorBoard shows is the mean over the towers, too.
+            assert loss == pytest.approx(losses[-1], rel=1e-6)
+            assert (accuracy, shown_rate) == (0, np.float32(rate))
         assert session.run(state.global_step) == steps
         assert session.run(state.epoch_images) == steps * num_towers * batch
     np.testing.assert_allclose(

@@ -69,22 +69,39 @@ def test_speed_leaves_out_warm_up_and_what_is_no_training(clock):
     def step():
         taken.append(1)
         clock.now += 100 if len(taken) <= 10 else 2
+        return len(taken)
 
-    def between(done):
-        assert done == len(taken)
+    shown = []
+
+    def between(done, metrics, speed):
+        assert done == metrics == len(taken)
+        shown.append(speed())
         clock.now += 1
         return 1.0
 
-    assert training.take_steps(step, 30, 10, between) == pytest.approx(1 / 2)
+    assert training.take_steps(step, 30, 10, between, 64) == pytest.approx(64 / 2)
     assert len(taken) == 30
+    assert shown == [None] * 10 + [pytest.approx(64 / 2)] * 20
 
 
 def test_speed_of_a_short_epoch_leaves_out_all_but_its_last_step(clock):
     def step():
         clock.now += 4
 
-    assert training.take_steps(step, 3, 10, lambda done: 0) == pytest.approx(1 / 4)
-    assert training.take_steps(step, 0, 10, lambda done: 0) is None
+    def nothing(*_):
+        return 0.0
+
+    assert training.take_steps(step, 3, 10, nothing, 8) == pytest.approx(8 / 4)
+    assert training.take_steps(step, 0, 10, nothing, 8) is None
+
+
+def test_special_steps_are_run_in_place_of_the_usual_ones():
+    taken = []
+    special = {2: lambda: 'traced', 5: lambda: 'histograms', -3: None, 9: None}
+    training.take_steps(
+        lambda: 'usual', 5, 0, lambda done, gave, _: taken.append(gave) or 0, 1, special
+    )
+    assert taken == ['usual', 'traced', 'usual', 'usual', 'histograms']
 
 
 def test_images_per_second_count_all_towers(main, small_dir, monkeypatch):
@@ -99,7 +116,8 @@ def test_images_per_second_count_all_towers(main, small_dir, monkeypatch):
 def fake_speed(take_steps):
     def fake(*args):
         take_steps(*args)
-        return 10.0
+        _, _, _, _, global_batch, _ = args
+        return 10.0 * global_batch
 
     return fake
 
