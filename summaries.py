@@ -147,7 +147,9 @@ def _event_file(directory, first):
 
 
 def _line(error):
-    return getattr(error, 'strerror', None) or str(error).partition('\n')[0]
+    # TensorFlow says "path; cause".
+    text = getattr(error, 'strerror', None) or str(error).partition('\n')[0]
+    return text.rpartition('; ')[2]
 
 
 def remove_later_events(directory, step):
