@@ -20,8 +20,12 @@ from utils import UserError, log
 def main():
     flags = parse()
     found = trained.find(flags)
-    for path in filter(None, [flags.export_dir, flags.frozen]):
-        check_absent(path)
+    paths = [path for path in (flags.export_dir, flags.frozen) if path]
+    for path in paths:
+        if os.path.lexists(path):
+            raise UserError('%s exists: nothing is overwritten; name another' % path)
+    for path in paths:
+        make_parent(path)
     log.info('%s', found.title)
     if flags.export_dir:
         with tf.Graph().as_default():
@@ -48,11 +52,11 @@ def parse(argv=None):
     return flags
 
 
-def check_absent(path):
-    """Refuses a path that exists, or whose directory does not take a file."""
+def make_parent(path):
+    """Makes the directory that a path is to be in; refuses one that takes no file."""
     parent = os.path.dirname(os.path.abspath(path))
-    if os.path.lexists(path):
-        raise UserError('%s exists: nothing is overwritten; name another' % path)
+    if os.path.exists(parent) and not os.path.isdir(parent):
+        raise UserError('%s: %s is not a directory' % (path, parent))
     try:
         os.makedirs(parent, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=parent))

@@ -11,6 +11,9 @@ import utils
 from tf1 import tf
 from utils import log
 
+# A bar with all figures has no place on 80 columns.
+WIDE = 96
+
 
 def introduce(flags, config, restored, model_dir):
     """Says in a few lines what will be trained, on what, and where results go."""
@@ -87,29 +90,27 @@ def open_bar(flags, steps_done, steps_left):
 def refresh(bar, done, images_per_second, loss, accuracy):
     """Shows the epoch's speed and score so far, after `done` steps of this run."""
     shown = {'train_acc': '%.3f' % accuracy, 'train_loss': '%.3f' % loss}
-    if images_per_second:
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    if images_per_second and columns >= WIDE:
         shown['images/s'] = '%.0f' % images_per_second
     bar.set_postfix(shown, refresh=False)
     bar.update(bar.initial + done - bar.n)
 
 
-def conclude(flags, rows, state, model_dir):
+def conclude(rows, epochs_done, model_dir):
     """Says what a run that is over has left, and what to do with it."""
     if rows:
         best = max(rows, key=lambda row: row['valid_acc'])
         log.info(
             'best: epoch %d of %d, valid/acc: %.4f, valid/loss: %.4f',
-            *(best['epoch'], state.epoch, best['valid_acc'], best['valid_loss']),
+            *(best['epoch'], epochs_done, best['valid_acc'], best['valid_loss']),
         )
     else:
         log.info('best: none yet, no epoch is done')
     last = checkpoints.find(model_dir)
     best = checkpoints.find(os.path.join(model_dir, 'best'))
     log.info('checkpoints: %s', ', '.join((best[:1] if rows else []) + last[:1]))
-    if state.epoch < flags.epochs:
-        log.info('next: %s', records.continuing_command(model_dir))
-    else:
-        log.info('next: %s', records.next_command('evaluate.py', model_dir))
+    log.info('next: %s', records.next_command('evaluate.py', model_dir))
 
 
 def log_score(name, loss, accuracy):

@@ -14,14 +14,18 @@ import os
 import socket
 import time
 
-from tf1 import tf, timeline
+from tf1 import quiet_stderr, tf, timeline
 from utils import log
 
 # Functions (step, tf.Summary) that write to the event files of train/ and valid/.
 Events = collections.namedtuple('Events', 'train valid')
+NO_EVENTS = Events(lambda step, summary: None, lambda step, summary: None)
 
 # String tensors, each a serialised tf.Summary; None where it was not asked for.
 Summaries = collections.namedtuple('Summaries', 'samples gradients weights')
+
+
+WRITE_ERRORS = (tf.errors.OpError, OSError)
 
 
 # In the graph
@@ -76,7 +80,7 @@ def _histograms(prefix, tensors):
 
 @contextlib.contextmanager
 def open_events(model_dir, step, wanted=True):
-    """Opens a new event file in `train/` and in `valid/` of a run.
+    """Opens event files in `train/` and `valid/` of a run, each once it is written to.
 
     What older files hold of later steps is removed: a run that was killed has written
     it, and this one will write it anew.
@@ -90,7 +94,7 @@ def open_events(model_dir, step, wanted=True):
       `Events`.
     """
     if not wanted:
-        yield Events(lambda step, summary: None, lambda step, summary: None)
+        yield NO_EVENTS
         return
     with contextlib.ExitStack() as stack:
         yield Events(
@@ -107,43 +111,49 @@ def _event_file(directory, first):
 
     The first error is told, and nothing is written from then on.
     """
-    writer = None
+    path = writer = None
+    failed = False
 
-    def write(step, summary=None, **fields):
-        nonlocal writer
-        if writer is None:
+    def write(step, summary):
+        nonlocal path, writer, failed
+        if failed:
             return
-        if summary is not None:
-            fields['summary'] = summary
-        event = tf.Event(wall_time=time.time(), step=step, **fields)
         try:
-            writer.write(event.SerializeToString())
+            if writer is None:
+                path = _new_path(directory)
+                writer = tf.python_io.TFRecordWriter(path)
+                _put(writer, 0, file_version='brain.Event:2')
+                # A TensorBoard that has read the removed events drops them, too.
+                start = tf.SessionLog(status=tf.SessionLog.START)
+                _put(writer, first + 1, session_log=start)
+            _put(writer, step, summary=summary)
             writer.flush()
-        except (tf.errors.OpError, OSError) as error:
-            log.error('%s: no more events are written: %s', path, _line(error))
-            writer = None
+        except WRITE_ERRORS as error:
+            log.error('%s: no more events: %s', path or directory, _line(error))
+            failed = True
 
-    now = time.time()
-    name = 'events.out.tfevents.%010d.%s' % (now, socket.gethostname())
-    path = os.path.join(directory, name)
     try:
-        os.makedirs(directory, exist_ok=True)
         remove_later_events(directory, first)
-        # Never the name of an older file: two starts within a second.
-        while os.path.exists(path):
-            path += '.1'
-        writer = tf.python_io.TFRecordWriter(path)
-    except (tf.errors.OpError, OSError) as error:
-        log.error('%s: no events are written: %s', path, _line(error))
-    write(0, file_version='brain.Event:2')
-    if first:
-        # A TensorBoard that has read the removed events drops them, too.
-        start = tf.SessionLog(status=tf.SessionLog.START)
-        write(first + 1, session_log=start)
+    except WRITE_ERRORS as error:
+        log.error('%s: old events stay: %s', directory, _line(error))
     yield write
     if writer is not None:
-        with contextlib.suppress(tf.errors.OpError, OSError):
+        with contextlib.suppress(*WRITE_ERRORS):
             writer.close()
+
+
+def _new_path(directory):
+    os.makedirs(directory, exist_ok=True)
+    name = 'events.out.tfevents.%010d.%s' % (time.time(), socket.gethostname())
+    path = os.path.join(directory, name)
+    while os.path.exists(path):  # two starts within a second
+        path += '.1'
+    return path
+
+
+def _put(writer, step, **fields):
+    event = tf.Event(wall_time=time.time(), step=step, **fields)
+    writer.write(event.SerializeToString())
 
 
 def _line(error):
@@ -206,28 +216,38 @@ def make_special_steps(session, train_op, summary, write, traced, model_dir):
 
     Returns:
       (global step, steps, whether they end an epoch) -> a dict: which of these
-      steps, counted from 1, and the function that runs it in place of the usual one.
+      steps, counted from 1, and what to call for it with the usual function.
     """
     if summary.gradients is not None:
         run_with_gradients = session.make_callable([train_op, summary.gradients])
         read_weights = session.make_callable(summary.weights)
 
-    def step_with_histograms(number):
+    def step_with_samples(step):
+        metrics = step()
+        write(1, tf.Summary.FromString(session.run(summary.samples)))
+        return metrics
+
+    def step_with_histograms(number, step):
+        del step
         metrics, gradients = run_with_gradients()
         write(number, tf.Summary.FromString(gradients))
         write(number, tf.Summary.FromString(read_weights()))
         return metrics
 
-    def traced_step(path):
+    def traced_step(path, step):
+        del step
         options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
         run_metadata = tf.RunMetadata()
-        metrics = session.run(train_op, options=options, run_metadata=run_metadata)
+        with quiet_stderr():  # its tracer looks for a GPU, too
+            metrics = session.run(train_op, None, options, run_metadata)
         if path:
             write_trace(path, run_metadata)
         return metrics
 
     def find(first, steps, ends_epoch):
         special = {}
+        if first == 0 and summary.samples is not None and write is not NO_EVENTS.train:
+            special[1] = step_with_samples
         if ends_epoch and summary.gradients is not None:
             special[steps] = functools.partial(step_with_histograms, first + steps)
         if traced is not None:
@@ -254,8 +274,10 @@ def write_trace(path, run_metadata):
     trace = timeline.Timeline(run_metadata.step_stats)
     events = json.loads(trace.generate_chrome_trace_format(show_dataflow=False))
     events = events['traceEvents']
-    # Without the groups that stay empty.
-    shown = {event['pid'] for event in events if event['ph'] == 'X'}
+    # Without the groups that stay empty, and the one that 1.15 has of all ops again.
+    names = {e['pid']: e['args']['name'] for e in events if e['ph'] == 'M'}
+    busy = {e['pid'] for e in events if e['ph'] == 'X'}
+    shown = {pid for pid in busy if not names[pid].startswith('/host:')}
     events = [event for event in events if event['pid'] in shown]
     try:
         with open(path, 'w', encoding='utf-8') as file:

@@ -256,9 +256,6 @@ def run(flags, devices, data, job, model_dir):
             special_steps,
         )
         stack.enter_context(queue_runners(session, find_stop))
-        if step == 0 and summary.samples is not None:
-            samples = session.run(summary.samples)
-            events.train(0, tf.Summary.FromString(samples))
         train(flags, job, calls, model_dir)
         if flags.trace and not os.path.exists(
             summaries.find_trace(model_dir, flags.trace)
@@ -317,7 +314,7 @@ def train(flags, job, calls, model_dir):
         raise stopped from None
     if not saved:
         raise RunFailed('the last save in %s failed' % model_dir)
-    screen.conclude(flags, rows, calls.read_state(), model_dir)
+    screen.conclude(rows, calls.read_state().epoch, model_dir)
 
 
 def run_epochs(flags, job, calls, model_dir):
@@ -447,7 +444,7 @@ def take_steps(step, steps, warm_up, between, global_batch, special_steps=()):
         step: how long it took for what is no training. speed: () -> images per
         second so far, None during warm-up.
       global_batch: images per step.
-      special_steps: {number from 1 on: what to run instead of `step`}.
+      special_steps: {number from 1 on: what to call instead, with `step`}.
 
     Returns:
       Images per second, None if no step was run.
@@ -461,7 +458,7 @@ def take_steps(step, steps, warm_up, between, global_batch, special_steps=()):
         return images / (time.perf_counter() - began - away) if images > 0 else None
 
     for done in range(1, steps + 1):
-        metrics = special_steps.get(done, step)()
+        metrics = special_steps[done](step) if done in special_steps else step()
         away += between(done, metrics, speed)
         if done == warm_up:
             began, away = time.perf_counter(), 0.0

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import logging.handlers
 import os
+import re
 import signal
 import sys
 import traceback
@@ -302,11 +303,23 @@ def report(error):
     if isinstance(error, RunFailed):
         log.error('%s', error)
         return 1
-    cause = (str(error).strip() or '(no message)').splitlines()[0]
-    log.error('%s: %s', type(error).__name__, cause)
+    log.error('%s: %s', type(error).__name__, find_cause(error))
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     log.error('%s', ''.join(lines))
     return 1
+
+
+def find_cause(error):
+    """Returns in one line what an error says happened.
+
+    TensorFlow 2.x puts where the op was built before that, both lines a count of
+    errors if there are several.
+    """
+    text = str(error)
+    if text.startswith('Graph execution error'):
+        text = re.sub(r'(?s)^.*\nNode: [^\n]*\n', '', text)
+    text = re.sub(r'^\d+ root error\(s\) found\.\s*\(0\) ', '', text)
+    return (text.strip() or '(no message)').splitlines()[0]
 
 
 def leave(error):

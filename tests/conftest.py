@@ -202,3 +202,22 @@ def read_files(directory):
     return {
         name: pathlib.Path(directory, name).read_bytes() for name in files(directory)
     }
+
+
+@pytest.fixture(scope='session')
+def trained_dir(small_dir, tmp_path_factory):
+    """A run of three epochs on `small` with two towers; not to be written to."""
+    model_dir = str(tmp_path_factory.mktemp('trained') / 'run')
+    flags = ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
+    flags += ['--epochs', '3', '--num_gpus', '2', '--model_dir', model_dir]
+    done = command('train_multi_gpu.py', *flags)
+    assert done.status == 0, done.err
+    return model_dir
+
+
+def assert_mistake(done, told):
+    """A mistake of the user's: one line on stderr, nothing on stdout, exit 2."""
+    assert done.status == 2, done
+    assert done.out == ''
+    assert done.err.startswith('ERROR: ') and told in done.err, done.err
+    assert done.err.count('\n') == 1 and done.err.endswith('\n')

@@ -1,13 +1,16 @@
 """The scripts as a person runs them: what is printed, what is written, how it ends."""
 
+import fcntl
 import json
 import os
 import pty
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 import threading
 
 import numpy as np
@@ -113,8 +116,12 @@ def test_a_good_run_in_files(small_dir, tmp_path):
     assert config['devices'] == {'towers': ['/cpu:0', '/cpu:1'], 'gpus': []}
 
 
-def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir):
+# An unknown width is taken for 80 columns, on which images/s have no place.
+@pytest.mark.parametrize('columns', [0, 80, 120])
+def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir, columns):
     leader, follower = pty.openpty()
+    size = struct.pack('HHHH', 24, columns, 0, 0)
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, size)
     run = subprocess.Popen(
         [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '1']
         + ['--data_dir', small_dir],
@@ -134,7 +141,8 @@ def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir):
     last = screen.decode().replace('\r\n', '').split('\r')[-1]
     assert last.startswith('100%|#') and ' 62/62 [' in last
     assert 'train_acc=0.' in last and 'train_loss=' in last
-    assert re.search(r'images/s=\d+', last)
+    assert bool(re.search(r'images/s=\d+\]', last)) == (columns == 120)
+    assert last.rstrip().endswith(']') and len(last) <= (columns or 80)
     assert b'#' not in out and b'\r' not in out
 
 
@@ -178,7 +186,7 @@ def test_closed_streams_do_not_end_a_run(flags, closed):
     assert done.returncode == 0 and b'Traceback' not in done.stderr
     assert files('m').count('model.ckpt-0-2.index') == 1
     with open('m/train.log') as file:
-        assert file.read().splitlines()[-1].endswith('--max_steps 2')
+        assert file.read().endswith('evaluate.py --model_dir m\n')
 
 
 def test_verbose_shows_what_tensorflow_says(flags):

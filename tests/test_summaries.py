@@ -182,9 +182,10 @@ def test_tags_are_the_same_for_any_number_of_towers_and_values_their_mean(main, 
             assert valid[tag] == [(row['step'], np.float32(row[key])) for row in rows]
         found[towers] = train
     for towers in (2, 4):
-        for tag in ('loss', 'accuracy', 'learning_rate'):
+        # Rounding may decide what one of the 80 images is taken for.
+        for tag, least in (('loss', 0), ('accuracy', 0.0126), ('learning_rate', 0)):
             one, many = (np.array(found[n][tag]) for n in (1, towers))
-            np.testing.assert_allclose(one, many, rtol=1e-3)
+            np.testing.assert_allclose(one, many, rtol=1e-3, atol=least)
 
 
 def test_samples_come_once_and_histograms_once_per_epoch(main, flags, small):
@@ -192,7 +193,7 @@ def test_samples_come_once_and_histograms_once_per_epoch(main, flags, small):
     assert main('train.py', '--epochs', '1', *flags).status == 0
     assert main('train.py', '--epochs', '3', *flags).status == 0
     names = ['samples/image/%d' % i for i in range(8)]
-    assert tags('m/train', 'image') == {(0, name) for name in names}
+    assert tags('m/train', 'image') == {(1, name) for name in names}
     variables = ['%s/%s' % (layer, part) for layer in LAYERS for part in PARTS]
     assert tags('m/train', 'histo') == {
         (step, '%s/%s' % (what, name))
@@ -212,7 +213,7 @@ def test_samples_come_once_and_histograms_once_per_epoch(main, flags, small):
     assert shown.min == kernel.min() and shown.max == kernel.max()
     gradient = values[30, 'gradients/conv2/kernel'].histo
     assert gradient.num == kernel.size and gradient.sum_squares > 0
-    picture = values[0, 'samples/image/0'].image
+    picture = values[1, 'samples/image/0'].image
     with tf.Session() as session:
         pixels = session.run(tf.image.decode_png(picture.encoded_image_string))
         order = session.run(input_pipeline.epoch_order(2000, 0, 0))
@@ -269,7 +270,7 @@ def test_events_that_can_not_be_written_cost_a_line_and_no_training(main, flags)
     done = main('train.py', '--epochs', '1', '--model_dir', 'm', *flags)
     assert done.status == 0
     (line,) = done.err.splitlines()
-    assert line.startswith('ERROR: m/train/events.') and 'no events are written' in line
+    assert line == 'ERROR: m/train: no more events: File exists'
     assert len(read_metrics('m')) == 1
 
 
@@ -288,8 +289,8 @@ def test_a_disk_that_fills_up_costs_one_line(capfd):
             signal.signal(signal.SIGXFSZ, before)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith('ERROR: m/train/events.out.tfevents.')
-    assert line.endswith(': no more events are written: File too large')
-    assert [event.step for event in read('m/train')][:3] == [0, 1, 2]
+    assert line.endswith(': no more events: File too large')
+    assert [step for step, _ in read_scalars('m/train')['loss']][:2] == [1, 2]
 
 
 def test_a_file_cut_short_is_read_up_to_there_and_later_steps_go():

@@ -201,3 +201,15 @@ def test_the_variable_placer_knows_ref_and_resource_variables():
     assert 'cpu:0' in ref.device.lower()
     assert 'cpu:0' in resource.device.lower()
     assert 'gpu:3' in total.device.lower()
+
+
+def test_the_cause_of_a_failed_op_comes_first_on_both_lines():
+    index = tf.placeholder(tf.int32, [])
+    one, other = tf.gather([1, 2], index), tf.gather([3, 4], index)
+    with tf.Session() as session:
+        for fetches in (one, [one, other], one * other):
+            with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+                session.run(fetches, {index: 5})
+            assert 'indices = 5 is not in [0, 2)' in utils.find_cause(caught.value)
+    assert utils.find_cause(ValueError('this\nthat')) == 'this'
+    assert utils.find_cause(ValueError()) == '(no message)'
