@@ -19,7 +19,7 @@ train: $(VENV)/train-installed
 	$(VENV)/bin/python train_multi_gpu.py --num_gpus 2 $(ARGS)
 
 test: $(VENV)/test-installed
-	$(VENV)/bin/python -m pytest -q $(ARGS) tests
+	$(VENV)/bin/python -m pytest -q -n 2 $(ARGS) tests
 
 lint: $(VENV)/test-installed
 	$(VENV)/bin/ruff check .

@@ -137,7 +137,8 @@ def average_gradients(tower_grads):
         variable = pairs[0][1]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         if gradients:
-            with tf.device(variable.device):
+            scope = tf.name_scope('average/' + variable.op.name)
+            with scope, tf.device(variable.device):
                 averaged.append((_mean(gradients, len(pairs)), variable))
         else:
             log.warning('%s has no gradient in any tower: not trained', variable.name)
