@@ -46,6 +46,7 @@ def main(model_dir):
     (trace,) = glob.glob(os.path.join(model_dir, 'trace-*.json'))
     draw_step(trace, os.path.join(pictures, 'step.png'))
     draw_graph(os.path.join(pictures, 'graph.png'))
+    draw_digit(os.path.join(pictures, 'seven.png'))
     shoot_tensorboard(model_dir, os.path.join(pictures, 'tensorboard.png'))
 
 
@@ -185,6 +186,19 @@ def describe_groups(groups):
         weak = 'constraint=false, ' if target == 'shared variables' else ''
         lines.append('"%s" -> "%s" [%slabel="%d"]' % (source, target, weak, count))
     return '\n'.join(lines + ['}'])
+
+
+# A digit as a scanner gives it: large, dark on light
+
+
+def draw_digit(path):
+    """Draws the first test image of MNIST, for predict.py."""
+    data = input_pipeline.load(os.path.join(ROOT, 'data', 'mnist'))
+    figure = pyplot.figure(figsize=(2, 2))
+    axes = figure.add_axes([0, 0, 1, 1])
+    axes.imshow(data.valid.images[0, :, :, 0], cmap='gray_r', interpolation='bicubic')
+    axes.axis('off')
+    figure.savefig(path, dpi=100)
 
 
 # The page of a real TensorBoard
