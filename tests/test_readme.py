@@ -1,0 +1,175 @@
+"""The README's commands, run as a newcomer would: in their order, in one shell."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.conftest import ROOT
+
+# What is not run here, and why.
+LEFT_OUT = {
+    r'make train$': 'installs; .ci/run does so, and the next commands train as it does',
+    r'make test$': 'is what runs this',
+    r'\. \.venv/\*/bin/activate$': 'PATH does it here',
+}
+# A benchmark's figures are not what is tested.
+SHORTER = {r'python benchmark\.py': ' --rounds 1 --seconds 0.5'}
+
+
+def read_commands(name):
+    """Returns the lines of the sh blocks of a page, without comments."""
+    with open(os.path.join(ROOT, name), encoding='utf-8') as file:
+        blocks = re.findall(r'^```sh\n(.*?)^```$', file.read(), re.M | re.S)
+    lines = [
+        line.split('  #')[0].strip() for block in blocks for line in block.split('\n')
+    ]
+    return [line for line in lines if line]
+
+
+def read_pages():
+    pages = {}
+    for name in ('README.md', 'README.ja.md'):
+        with open(os.path.join(ROOT, name), encoding='utf-8') as file:
+            pages[name] = file.read()
+    return pages
+
+
+@pytest.fixture
+def copy(tmp_path, small_dir):
+    """A copy of the project whose MNIST is `small`; the shell stands in it."""
+    listed = subprocess.check_output(['git', 'ls-files'], cwd=ROOT)
+    for name in listed.decode().splitlines():
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not name.startswith(('data/', 'tests/')):
+            shutil.copy(os.path.join(ROOT, name), str(target))
+    shutil.rmtree(str(tmp_path / 'data'))
+    shutil.copytree(small_dir, str(tmp_path / 'data' / 'mnist'))
+    return tmp_path
+
+
+def run(line):
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES='')
+    env['PATH'] = os.path.dirname(sys.executable) + os.pathsep + env['PATH']
+    return subprocess.run(
+        ['sh', '-c', line],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=300,
+    )
+
+
+def serve(line):
+    """A command that runs till it is ended: it must answer on a port."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    program = os.path.join(os.path.dirname(sys.executable), line.split()[0])
+    argv = [program] + line.split()[1:] + ['--port', str(port)]
+    with open('served.log', 'w') as log:
+        server = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        deadline = time.time() + 60
+        while server.poll() is None and time.time() < deadline:
+            with contextlib.suppress(OSError):
+                url = 'http://localhost:%d/data/runs' % port
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    if b'/train' in answer.read():
+                        return
+            time.sleep(0.2)
+        with open('served.log') as log:
+            raise AssertionError(log.read())
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=30)
+
+
+def test_every_command_of_the_readme_works_in_its_order(copy):
+    # What `make train` has done when the reader comes to the next command.
+    assert run('python train_multi_gpu.py --num_gpus 2').returncode == 0
+    ran = 0
+    for line in read_commands('README.md'):
+        if any(re.match(pattern, line) for pattern in LEFT_OUT):
+            continue
+        ran += 1
+        if line.startswith('tensorboard '):
+            serve(line)
+            continue
+        more = [words for pattern, words in SHORTER.items() if re.match(pattern, line)]
+        done = run(line + ''.join(more))
+        if '--gpus ' in line:
+            # Without a GPU, one line says so.
+            assert done.returncode == 2 and 'sees no GPU' in done.stderr, done.stderr
+            assert done.stderr.count('\n') == 1
+        else:
+            assert done.returncode == 0, '%s\n%s%s' % (line, done.stdout, done.stderr)
+            assert 'Traceback' not in done.stderr
+    assert ran >= 12
+    assert sorted(os.listdir('exported/1')) == ['saved_model.pb', 'variables']
+
+
+def test_both_languages_have_the_same_commands_flags_links_and_figures():
+    english, japanese = read_pages().values()
+    assert read_commands('README.md') == read_commands('README.ja.md')
+    fences = r'^```.*?^```$'
+    blocks = [re.findall(fences, page, re.M | re.S) for page in (english, japanese)]
+    assert len(blocks[0]) > 10 and blocks[0] == blocks[1]
+    english, japanese = (
+        re.sub(fences, '', page, flags=re.M | re.S) for page in (english, japanese)
+    )
+    for pattern in (
+        r'^\| (`-.*?) \|',  # the table of flags
+        r'`([^`\n]+)`',
+        r'\]\((?!README)(.*?)\)',
+        r'(\d+\.\d+) ?%',
+        r'^(#+) ',
+    ):
+        one, other = (
+            sorted(set(re.findall(pattern, page, re.M))) for page in (english, japanese)
+        )
+        assert one and one == other, set(one) ^ set(other)
+
+
+def test_every_link_leads_to_a_file():
+    pages = ['README.md', 'README.ja.md']
+    pages += ['docs/' + n for n in os.listdir(ROOT + '/docs') if n.endswith('.md')]
+    for page in pages:
+        with open(os.path.join(ROOT, page), encoding='utf-8') as file:
+            links = re.findall(r'\]\(([^)#]*)[^)]*\)', file.read())
+        for link in links:
+            if not link.startswith('http'):
+                target = os.path.join(ROOT, os.path.dirname(page), link)
+                assert os.path.exists(target), '%s: %s' % (page, link)
+
+
+def test_pictures_are_small():
+    names = os.listdir(ROOT + '/docs/pictures')
+    assert len(names) >= 4
+    for name in names:
+        assert os.path.getsize(os.path.join(ROOT, 'docs/pictures', name)) < 200000, name
+
+
+def test_every_flag_of_the_readme_exists():
+    shown = ''
+    for script in (
+        *('train_multi_gpu.py', 'evaluate.py', 'predict.py', 'export.py'),
+        'benchmark.py',
+    ):
+        done = run('%s %s/%s --help' % (sys.executable, ROOT, script))
+        assert done.returncode == 0
+        shown += done.stdout
+    english = read_pages()['README.md']
+    for flag in set(re.findall(r'--[a-z_]+', english)) - {'--kills', '--signature_def'}:
+        known = flag in shown or flag in ('--logdir', '--dir', '--tag_set')
+        assert known, flag
