@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 
+import utils
 from tf1 import tf
 from utils import UserError, log
 
@@ -96,7 +97,7 @@ def _explain(error, directory):
         free = '%d MB free' % (shutil.disk_usage(directory).free // 1e6)
     except OSError as gone:
         free = gone.strerror
-    return '%s (%s)' % (cause.group() if cause else text.partition('\n')[0], free)
+    return '%s (%s)' % (cause.group() if cause else utils.find_cause(error), free)
 
 
 def _glob(directory, pattern):

@@ -30,6 +30,10 @@ def parse(description, networks, towers, argv=None):
     _add_records(parser.add_argument_group('TensorBoard and trace'))
     _add_screen(parser.add_argument_group('screen'))
     flags = parser.parse_args(argv)
+    if flags.histograms and not flags.summary_steps:
+        raise UserError(
+            '--histograms go to the event files: not with --summary_steps 0'
+        )
     if not towers:
         flags.num_gpus = 1
     return flags

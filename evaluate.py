@@ -26,9 +26,9 @@ def main():
     flags = parse()
     found = trained.find(flags)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
-    examples = load(flags.data_dir or found.data_dir, found)
+    examples = load(flags, found)
     if flags.errors:
-        make_empty(flags.errors)
+        check_empty(flags.errors)
     log.info('%s', found.title)
     screen.warn_without_gpu(flags.device, devices, 'evaluating')
     build_model = functools.partial(
@@ -73,23 +73,31 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
-def load(data_dir, found):
+def load(flags, found):
     """Loads the `Examples` to evaluate on; they must fit the model."""
-    data = input_pipeline.load(data_dir)
-    shape = list(data.valid.images.shape[1:])
-    if (shape, data.num_classes) != (found.image_shape, found.num_classes):
+    data_dir = flags.data_dir
+    if data_dir is None:
+        data_dir = found.data_dir
+        if not isinstance(data_dir, str) or not os.path.isdir(data_dir):
+            raise UserError(
+                '%s was trained on %s, which is not there: say where with --data_dir'
+                % (found.model_dir, data_dir)
+            )
+    examples = input_pipeline.load_valid(data_dir)
+    shape = list(examples.images.shape[1:])
+    if shape != found.image_shape or examples.labels.max() >= found.num_classes:
         raise UserError(
-            '%s was trained on images of %s and %d classes; %s has %s and %d'
+            '%s was trained on images of %s and %d classes; %s has %s and label %d'
             % (
                 found.model_dir,
                 found.image_shape,
                 found.num_classes,
                 data_dir,
                 shape,
-                data.num_classes,
+                examples.labels.max(),
             )
         )
-    return data.valid
+    return examples
 
 
 def count_pairs(labels, predictions, num_classes):
@@ -122,18 +130,19 @@ def describe(matrix):
                 yield '%5d %5d %7d' % (true, predicted, wrong[true, predicted])
 
 
-def make_empty(directory):
-    """Makes a directory; refuses one that holds anything, of another run perhaps."""
+def check_empty(directory):
+    """Refuses a directory that holds anything, of another run perhaps."""
     try:
-        os.makedirs(directory, exist_ok=True)
-        if os.listdir(directory):
+        if os.path.isdir(directory) and os.listdir(directory):
             raise UserError('--errors %s is not empty: name a new one' % directory)
+        utils.check_writable(directory)
     except OSError as error:
         raise UserError('--errors %s: %s' % (directory, error.strerror)) from None
 
 
 def write_errors(directory, examples, predictions):
     """Writes each misread image as a PNG file; returns how many they are."""
+    os.makedirs(directory, exist_ok=True)
     wrong = np.flatnonzero(predictions != examples.labels)
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         pixels = tf.placeholder(tf.uint8, [None, None, None])
@@ -150,4 +159,4 @@ def write_errors(directory, examples, predictions):
 
 
 if __name__ == '__main__':
-    sys.exit(utils.run_main(main))
+    sys.exit(utils.run_main(main, must_show=True))

@@ -4,8 +4,8 @@ Input `images`: [n, height, width, channels] from 0 to 255, as in the data set.
 Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes].
 """
 
+import contextlib
 import os
-import shutil
 import sys
 import tempfile
 
@@ -20,12 +20,8 @@ from utils import UserError, log
 def main():
     flags = parse()
     found = trained.find(flags)
-    paths = [path for path in (flags.export_dir, flags.frozen) if path]
-    for path in paths:
-        if os.path.lexists(path):
-            raise UserError('%s exists: nothing is overwritten; name another' % path)
-    for path in paths:
-        make_parent(path)
+    for path in filter(None, [flags.export_dir, flags.frozen]):
+        check_absent(path)
     log.info('%s', found.title)
     if flags.export_dir:
         with tf.Graph().as_default():
@@ -49,19 +45,32 @@ def parse(argv=None):
     flags = parser.parse_args(argv)
     if not flags.export_dir and not flags.frozen:
         raise UserError('name --export_dir DIR or --frozen FILE (see --help)')
+    if flags.export_dir and flags.frozen:
+        paths = [os.path.abspath(flags.export_dir), os.path.abspath(flags.frozen)]
+        if os.path.commonpath(paths) in paths:
+            raise UserError('--export_dir and --frozen must not be in one another')
     return flags
 
 
-def make_parent(path):
-    """Makes the directory that a path is to be in; refuses one that takes no file."""
-    parent = os.path.dirname(os.path.abspath(path))
-    if os.path.exists(parent) and not os.path.isdir(parent):
-        raise UserError('%s: %s is not a directory' % (path, parent))
+def check_absent(path):
+    """Refuses a path that exists or can't be written to."""
+    if os.path.lexists(path):
+        raise UserError('%s exists: nothing is overwritten; name another' % path)
     try:
-        os.makedirs(parent, exist_ok=True)
-        os.rmdir(tempfile.mkdtemp(dir=parent))
+        utils.check_writable(path)
     except OSError as error:
         raise UserError('%s: %s' % (path, error.strerror)) from None
+
+
+@contextlib.contextmanager
+def written_whole(path):
+    """Yields where to write; at the end of the block that is at `path`, whole."""
+    parent = os.path.dirname(os.path.abspath(path))
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix='.export-', dir=parent) as directory:
+        unfinished = os.path.join(directory, 'unfinished')
+        yield unfinished
+        os.rename(unfinished, path)
 
 
 def build(found, dtype):
@@ -92,12 +101,10 @@ def save(found, directory):
         with tf.variable_scope('', reuse=bool(signatures)), tf.name_scope(name):
             inputs, outputs = build(found, dtype)
         signatures[name] = tf.saved_model.predict_signature_def(inputs, outputs)
-    parent, base = os.path.split(os.path.abspath(directory))
-    unfinished = tempfile.mkdtemp(prefix='.%s-' % base, dir=parent)
-    try:
-        with quiet_stderr(), utils.open_session(utils.CPU, found.threads) as session:
-            trained.restore(session, found)
-            builder = tf.saved_model.Builder(os.path.join(unfinished, base))
+    with quiet_stderr(), utils.open_session(utils.CPU, found.threads) as session:
+        trained.restore(session, found)
+        with written_whole(directory) as unfinished:
+            builder = tf.saved_model.Builder(unfinished)
             builder.add_meta_graph_and_variables(
                 session,
                 [tf.saved_model.SERVING],
@@ -106,9 +113,6 @@ def save(found, directory):
                 strip_default_attrs=True,
             )
             builder.save()
-        os.rename(os.path.join(unfinished, base), directory)
-    finally:
-        shutil.rmtree(unfinished)
     log.info('SavedModel: %s', directory)
 
 
@@ -124,9 +128,8 @@ def freeze(found, path):
             )
     for node in graph.node:
         node.device = ''
-    with open(path + '.new', 'wb') as file:
+    with written_whole(path) as unfinished, open(unfinished, 'wb') as file:
         file.write(graph.SerializeToString())
-    os.rename(path + '.new', path)
     log.info('frozen graph: %s', path)
 
 

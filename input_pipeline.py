@@ -60,16 +60,21 @@ def load(data_dir):
     Raises:
       UserError: a file is missing, unreadable, damaged, or does not fit the others.
     """
-    if not os.path.isdir(data_dir):
-        raise UserError('--data_dir %s is not a directory' % data_dir)
+    valid = load_valid(data_dir)
     train = _load_examples(data_dir, 'train')
-    valid = _load_examples(data_dir, 't10k')
     if train.images.shape[1:] != valid.images.shape[1:]:
         raise UserError(
             '%s: training images are %s, test images %s: one network takes one size'
             % (data_dir, _size(train.images), _size(valid.images))
         )
     return DataSet(train, valid, NUM_CLASSES)
+
+
+def load_valid(data_dir):
+    """Loads and checks the test half of a data set only; see `load`."""
+    if not os.path.isdir(data_dir):
+        raise UserError('--data_dir %s is not a directory' % data_dir)
+    return _load_examples(data_dir, 't10k')
 
 
 def _size(images):

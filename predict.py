@@ -2,9 +2,9 @@
 
 An image is made what the network was trained on. Transparency becomes white. For a
 network of grey images colours become grey, and the image is inverted if its border is
-light where the border of the training images is dark, or the reverse. It keeps its
-proportions: what it lacks to those of the training images is filled in the border's
-mean colour. Then it is scaled by area.
+light where the border of the training images is dark, or the reverse. It is scaled by
+area in its proportions; what it then lacks in width or height is filled in its border's
+mean colour.
 """
 
 import json
@@ -17,7 +17,7 @@ import command_line
 import model
 import trained
 import utils
-from tf1 import tf
+from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
 
 ENDINGS = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
@@ -28,25 +28,30 @@ LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)
 def main():
     flags = parse()
     found = trained.find(flags)
-    if not flags.json:
+    if flags.json:
+        print(found.title, file=sys.stderr)
+    else:
         log.info('%s', found.title)
     with tf.Graph().as_default(), tf.device('/cpu:0'):
-        contents, decoded = build_decoder()
-        pixels, outputs = build_network(found)
+        decoders = build_decoders()
+        inputs, outputs = build_network(found)
         with utils.open_session(utils.CPU, found.threads) as session:
             trained.restore(session, found)
-            decode = session.make_callable(decoded, [contents])
-            predict = session.make_callable(outputs, [pixels])
+            decode = make_decode(session, *decoders)
+            predict = session.make_callable(outputs, inputs)
             seen = failed = 0
             for path in find_files(flags.files):
                 seen += 1
                 try:
                     image = prepare(decode(read(path)), found.image_shape, found.border)
-                except (OSError, tf.errors.OpError) as error:
+                    classes, probabilities = predict(*place(image, found.image_shape))
+                except (OSError, MemoryError, tf.errors.OpError) as error:
                     log.error('%s: %s', path, explain(error))
                     failed += 1
-                    continue
-                log.info('%s', format_line(path, *predict(image), as_json=flags.json))
+                else:
+                    log.info(
+                        '%s', format_line(path, classes, probabilities, flags.json)
+                    )
     if not seen:
         raise UserError('no file was named')
     if failed:
@@ -71,20 +76,22 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
-def find_files(words, stdin=None):
+def find_files(words):
     """Yields the files that the words of the command line stand for, in order."""
     for word in words:
         if word == '-':
-            lines = (line.rstrip('\n') for line in stdin or sys.stdin)
+            lines = (os.fsdecode(line.rstrip(b'\n')) for line in sys.stdin.buffer)
             yield from find_files(line for line in lines if line not in ('', '-'))
         elif os.path.isdir(word):
-            found = sorted(
+            errors = []
+            found = [
                 os.path.join(parent, name)
-                for parent, _, names in os.walk(word)
+                for parent, _, names in os.walk(word, onerror=errors.append)
                 for name in names
                 if name.lower().endswith(ENDINGS)
-            )
-            yield from found or [word]
+            ]
+            found += [error.filename for error in errors]
+            yield from sorted(found) or [word]
         else:
             yield word
 
@@ -92,39 +99,95 @@ def find_files(words, stdin=None):
 def read(path):
     """Returns a file's bytes."""
     if os.path.isdir(path):
+        os.listdir(path)
         raise OSError(0, 'no image file is in this directory')
     with open(path, 'rb') as file:
         return file.read()
 
 
 def explain(error):
-    """Returns in one line why a file gave no image."""
+    """Returns in one line why a file gave no class."""
     if isinstance(error, OSError):
         return error.strerror
-    return 'no PNG, JPEG, BMP or GIF, or a damaged one'
+    if isinstance(error, tf.errors.OpError):
+        return 'no PNG, JPEG, BMP or GIF, or a damaged one'
+    return 'too large for the memory'
 
 
-def build_decoder():
+def build_decoders():
     """Builds: contents, a string placeholder -> uint8 [height, width, channels].
 
-    Of an animation it takes the first image. There are as many channels as the file
-    has: 1, grey; 3, colour; 2 and 4, the same with transparency.
+    Returns:
+      (contents, decoders): an op per number of channels of a BMP, since 1.15's takes
+      only what its first one was; under None the one for all else, which takes the
+      first image of an animation. There are as many channels as the file has: 1,
+      grey; 3, colour; 2 and 4, the same with transparency.
     """
     contents = tf.placeholder(tf.string, [])
-    return contents, tf.image.decode_image(contents, expand_animations=False)
+    decoders = {channels: tf.image.decode_bmp(contents) for channels in (1, 3, 4)}
+    decoders[None] = tf.image.decode_image(contents, expand_animations=False)
+    return contents, decoders
+
+
+def make_decode(session, contents, decoders):
+    """Returns a function (a file's bytes) -> uint8 [height, width, channels].
+
+    It says nothing on stderr, as libraries of formats do of a damaged file.
+    """
+    calls = {
+        channels: session.make_callable(decoder, [contents])
+        for channels, decoder in decoders.items()
+    }
+
+    def decode(data):
+        channels = int.from_bytes(data[28:30], 'little') // 8
+        if data[:2] != b'BM' or channels not in calls:
+            channels = None
+        failure = None
+        with quiet_stderr():
+            try:
+                image = calls[channels](data)
+            except tf.errors.OpError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return mend_bmp(data, image) if channels else image
+
+    return decode
+
+
+def mend_bmp(data, image):
+    """Does what TensorFlow leaves out of a BMP: its palette, and its unused byte."""
+    if image.shape[2] == 1:
+        # Blue, green, red and nothing of each index, before the pixels.
+        first = 14 + int.from_bytes(data[14:18], 'little')
+        palette = np.zeros([256, 4], np.uint8)
+        table = np.frombuffer(data[first : first + 1024], np.uint8)
+        palette.ravel()[: len(table)] = table
+        return palette[image[..., 0], 2::-1]
+    if image.shape[2] == 4 and not image[..., 3].any():
+        return image[..., :3]
+    return image
 
 
 def build_network(found):
-    """Builds: pixels, a float32 placeholder [1, h, w, c] -> (classes, probabilities).
+    """Builds the network for one image.
 
-    Both outputs are of the two most probable classes, [2].
+    Returns:
+      (inputs, outputs): placeholders for what `place` returns; and the classes and
+      probabilities of the two most probable ones, [2].
     """
     height, width, channels = found.image_shape
-    pixels = tf.placeholder(tf.float32, [1, None, None, channels])
-    image = tf.image.resize_area(pixels, [height, width])
+    pixels = tf.placeholder(tf.float32, [None, None, channels])
+    size = tf.placeholder(tf.int32, [2])
+    background = tf.placeholder(tf.float32, [channels])
+    scaled = tf.image.resize_area(pixels[tf.newaxis], size) - background
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    image = tf.image.pad_to_bounding_box(scaled, top, left, height, width) + background
+    image.set_shape([1, height, width, channels])
     logits = model.infer(image, found.network, found.num_classes)
-    top = tf.nn.top_k(tf.nn.softmax(logits[0]), 2)
-    return pixels, (top.indices, top.values)
+    best = tf.nn.top_k(tf.nn.softmax(logits[0]), 2)
+    return [pixels, size, background], [best.indices, best.values]
 
 
 def prepare(image, shape, border):
@@ -136,7 +199,7 @@ def prepare(image, shape, border):
       border: mean brightness of the training images' border, 0 to 255.
 
     Returns:
-      float32 [1, h, w, channels], 0 to 255, of the proportions of `shape`.
+      float32 [height, width, channels], 0 to 255.
     """
     pixels = image.astype(np.float32)
     if image.shape[2] in (2, 4):
@@ -149,7 +212,7 @@ def prepare(image, shape, border):
             pixels = 255 - pixels
     elif pixels.shape[2] == 1:
         pixels = np.repeat(pixels, shape[2], axis=2)
-    return pad(pixels, shape)[np.newaxis]
+    return pixels
 
 
 def edge(pixels):
@@ -158,17 +221,16 @@ def edge(pixels):
     return np.concatenate(sides)
 
 
-def pad(pixels, shape):
-    """Centres an image [h, w, c] on its border's mean colour, as wide and high as
-    the proportions of `shape` ask for."""
-    height, width, channels = pixels.shape
-    high = max(height, -(-width * shape[0] // shape[1]))
-    wide = max(width, -(-height * shape[1] // shape[0]))
-    canvas = np.empty([high, wide, channels], np.float32)
-    canvas[:] = edge(pixels).mean(axis=0)
-    top, left = (high - height) // 2, (wide - width) // 2
-    canvas[top : top + height, left : left + width] = pixels
-    return canvas
+def place(pixels, shape):
+    """Returns what the network is fed: (pixels, [height, width], background).
+
+    The second is the size that the image is to have within `shape`; the third the
+    colour around it.
+    """
+    height, width, _ = pixels.shape
+    scale = min(shape[0] / height, shape[1] / width)
+    size = [max(1, round(height * scale)), max(1, round(width * scale))]
+    return pixels, size, edge(pixels).mean(axis=0)
 
 
 def format_line(path, classes, probabilities, as_json):
@@ -191,4 +253,4 @@ def format_line(path, classes, probabilities, as_json):
 
 
 if __name__ == '__main__':
-    sys.exit(utils.run_main(main))
+    sys.exit(utils.run_main(main, must_show=True))

@@ -89,8 +89,7 @@ def _make_new(flags, towers):
 
 def _make_directories(path):
     """Makes `path`, writable; returns the directories made, deepest first."""
-    if not path:
-        raise UserError('--model_dir is empty: name a directory')
+    check_name(path)
     missing = []
     parent = os.path.abspath(path)
     while not os.path.lexists(parent):
@@ -112,6 +111,27 @@ def _make_directories(path):
             '--model_dir %s can not be written: %s' % (path, error.strerror)
         ) from None
     return made
+
+
+def check_name(model_dir):
+    """Refuses a path that TensorFlow would not find again.
+
+    It takes some characters of a checkpoint's path for a pattern.
+    """
+    if not model_dir:
+        raise UserError('--model_dir is empty: name a directory')
+    try:
+        model_dir.encode('utf-8')
+    except UnicodeEncodeError:
+        raise UserError(
+            '--model_dir %r is not UTF-8: name another' % model_dir
+        ) from None
+    found = [character for character in '*?[]\\' if character in model_dir]
+    if found:
+        raise UserError(
+            '--model_dir %s: TensorFlow takes %s for a pattern: name another'
+            % (model_dir, ' '.join(found))
+        )
 
 
 def _lock(model_dir):
@@ -195,7 +215,8 @@ def describe(flags, devices, data, threads):
     """Returns what config.json says of a run."""
     return {
         'command': ' '.join(map(shlex.quote, [sys.executable] + sys.argv)),
-        'flags': vars(flags),
+        # Whoever uses the run may stand elsewhere.
+        'flags': dict(vars(flags), data_dir=os.path.abspath(flags.data_dir)),
         'devices': {'towers': devices.towers, 'gpus': devices.gpus},
         'threads': list(threads),
         'data': describe_data(data),
@@ -261,7 +282,7 @@ def read_config(model_dir):
         return {}
     except (OSError, ValueError) as error:
         raise UserError(
-            '%s: %s; move it away to go on without it' % (path, error)
+            '%s: %s; mend it, or move it away to train on without it' % (path, error)
         ) from None
 
 
@@ -294,6 +315,9 @@ def check_data(model_dir, data):
 
 # metrics.jsonl
 
+# What each row has at least; none is negative.
+NUMBERS = ('epoch', 'step', 'train_loss', 'train_acc', 'valid_loss', 'valid_acc')
+
 
 def read_metrics(model_dir, epochs_done):
     """Returns the rows of metrics.jsonl, a dict per epoch, of the first epochs.
@@ -320,6 +344,8 @@ def read_metrics(model_dir, epochs_done):
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
+            if min(row[name] for name in NUMBERS) < 0:
+                raise ValueError('negative')
             if row['epoch'] <= epochs_done:
                 rows.append(row)
         except (ValueError, TypeError, KeyError):

@@ -72,7 +72,7 @@ def open_bar(flags, steps_done, steps_left):
     """Returns a tqdm bar of one epoch: on a terminal only, a log file gets none."""
     tqdm.monitor_interval = 0  # its thread has nothing to do: we refresh by time
     shown = sys.stderr.isatty() and not flags.no_progress
-    width = shown and os.get_terminal_size(sys.stderr.fileno()).columns
+    width = shown and _count_columns()
     return tqdm(
         total=steps_done + steps_left,
         initial=steps_done,
@@ -87,29 +87,38 @@ def open_bar(flags, steps_done, steps_left):
     )
 
 
+def _count_columns():
+    """Returns how wide the terminal is, 0 if it does not say so or is gone."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return 0
+
+
 def refresh(bar, done, images_per_second, loss, accuracy):
     """Shows the epoch's speed and score so far, after `done` steps of this run."""
     shown = {'train_acc': '%.3f' % accuracy, 'train_loss': '%.3f' % loss}
-    columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    if images_per_second and columns >= WIDE:
+    if images_per_second and _count_columns() >= WIDE:
         shown['images/s'] = '%.0f' % images_per_second
     bar.set_postfix(shown, refresh=False)
     bar.update(bar.initial + done - bar.n)
 
 
-def conclude(rows, epochs_done, model_dir):
+def conclude(rows, state, model_dir):
     """Says what a run that is over has left, and what to do with it."""
     if rows:
         best = max(rows, key=lambda row: row['valid_acc'])
         log.info(
             'best: epoch %d of %d, valid/acc: %.4f, valid/loss: %.4f',
-            *(best['epoch'], epochs_done, best['valid_acc'], best['valid_loss']),
+            *(best['epoch'], state.epoch, best['valid_acc'], best['valid_loss']),
         )
+    elif state.best_acc >= 0:
+        log.info('best: valid/acc: %.4f', state.best_acc)
     else:
         log.info('best: none yet, no epoch is done')
     last = checkpoints.find(model_dir)
     best = checkpoints.find(os.path.join(model_dir, 'best'))
-    log.info('checkpoints: %s', ', '.join((best[:1] if rows else []) + last[:1]))
+    log.info('checkpoints: %s', ', '.join(best[:1] + last[:1]))
     log.info('next: %s', records.next_command('evaluate.py', model_dir))
 
 

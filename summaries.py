@@ -172,10 +172,14 @@ def remove_later_events(directory, step):
             continue
         # Not a name that TensorBoard would read.
         new = os.path.join(directory, 'unfinished')
-        with tf.python_io.TFRecordWriter(new) as writer:
-            for event in kept:
-                writer.write(event.SerializeToString())
-        os.replace(new, path)
+        try:
+            with tf.python_io.TFRecordWriter(new) as writer:
+                for event in kept:
+                    writer.write(event.SerializeToString())
+            os.replace(new, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(new)
 
 
 def read_events(path):
@@ -218,43 +222,50 @@ def make_special_steps(session, train_op, summary, write, traced, model_dir):
       (global step, steps, whether they end an epoch) -> a dict: which of these
       steps, counted from 1, and what to call for it with the usual function.
     """
-    if summary.gradients is not None:
+    histograms = summary.gradients is not None
+    if histograms:
         run_with_gradients = session.make_callable([train_op, summary.gradients])
         read_weights = session.make_callable(summary.weights)
 
-    def step_with_samples(step):
-        metrics = step()
-        write(1, tf.Summary.FromString(session.run(summary.samples)))
-        return metrics
-
-    def step_with_histograms(number, step):
-        del step
-        metrics, gradients = run_with_gradients()
-        write(number, tf.Summary.FromString(gradients))
-        write(number, tf.Summary.FromString(read_weights()))
-        return metrics
-
-    def traced_step(path, step):
-        del step
+    def run_traced(ends_epoch, path):
+        fetches = [train_op]
+        if ends_epoch and histograms:
+            fetches.append(summary.gradients)
         options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
         run_metadata = tf.RunMetadata()
         with quiet_stderr():  # its tracer looks for a GPU, too
-            metrics = session.run(train_op, None, options, run_metadata)
-        if path:
+            found = session.run(fetches, None, options, run_metadata)
+        if path is not None:
             write_trace(path, run_metadata)
+        return found
+
+    def run_special(number, ends_epoch, step):
+        if traced is not None and number in (traced - 1, traced):
+            path = find_trace(model_dir, traced) if number == traced else None
+            metrics, *gradients = run_traced(ends_epoch, path)
+        elif ends_epoch and histograms:
+            metrics, *gradients = run_with_gradients()
+        else:
+            metrics, gradients = step(), []
+        if number == 1 and summary.samples is not None:
+            write(1, tf.Summary.FromString(session.run(summary.samples)))
+        if gradients:
+            write(number, tf.Summary.FromString(gradients[0]))
+            write(number, tf.Summary.FromString(read_weights()))
         return metrics
 
     def find(first, steps, ends_epoch):
-        special = {}
-        if first == 0 and summary.samples is not None and write is not NO_EVENTS.train:
-            special[1] = step_with_samples
-        if ends_epoch and summary.gradients is not None:
-            special[steps] = functools.partial(step_with_histograms, first + steps)
+        last = first + steps
+        numbers = {1, last} if ends_epoch and histograms else {1}
         if traced is not None:
-            special[traced - 1 - first] = functools.partial(traced_step, None)
-            path = find_trace(model_dir, traced)
-            special[traced - first] = functools.partial(traced_step, path)
-        return special
+            numbers |= {traced - 1, traced}
+        return {
+            number - first: functools.partial(
+                run_special, number, ends_epoch and number == last
+            )
+            for number in numbers
+            if first < number <= last
+        }
 
     return find
 

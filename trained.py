@@ -4,6 +4,7 @@ What evaluate.py, predict.py and export.py share.
 """
 
 import collections
+import contextlib
 import glob
 import os
 
@@ -19,6 +20,11 @@ from utils import UserError
 Trained = collections.namedtuple(
     'Trained',
     'title model_dir prefix network num_classes image_shape border data_dir threads',
+)
+
+
+GONE = (
+    '%s can not be read any more: a run that goes on deletes old checkpoints; try again'
 )
 
 
@@ -49,42 +55,61 @@ def find(flags):
     newest = ''
     model_dir = flags.model_dir
     if model_dir is None and flags.checkpoint not in (None, 'best', 'last'):
-        model_dir = os.path.dirname(flags.checkpoint) or '.'
+        model_dir = os.path.dirname(os.path.abspath(flags.checkpoint))
         if os.path.basename(model_dir) == 'best':
-            model_dir = os.path.dirname(model_dir) or '.'
+            model_dir = os.path.dirname(model_dir)
+        model_dir = os.path.relpath(model_dir)
     elif model_dir is None:
         model_dir, newest = _newest_run(), ' (the newest run)'
+    records.check_name(model_dir)
     if not os.path.isdir(model_dir):
         raise UserError('--model_dir %s is not a directory' % model_dir)
     config = records.read_config(model_dir)
     if not config:
         raise UserError('%s has no config.json: no run wrote it' % model_dir)
+    image_shape, num_classes = _read_data(model_dir, config)
     prefix = _choose_checkpoint(model_dir, flags.checkpoint)
-    name = config['flags'].get('model')
+    name = str(config['flags'].get('model'))
     if name not in model.NETWORKS:
         raise UserError(
             '%s was trained with --model %s, which model.py does not have'
             % (model_dir, name)
         )
-    data = config['data']
     return Trained(
         'model %s of %s%s' % (name, prefix, newest),
         model_dir,
         prefix,
         model.NETWORKS[name],
-        data['num_classes'],
-        data['image_shape'],
-        data.get('border', 0),
+        num_classes,
+        image_shape,
+        config['data'].get('border', 0),
         config['flags'].get('data_dir'),
         tuple(config['threads']),
     )
 
 
+def _read_data(model_dir, config):
+    """Returns what config.json says of the data: (image_shape, num_classes)."""
+    data = config.get('data')
+    data = data if isinstance(data, dict) else {}
+    shape, num_classes = data.get('image_shape'), data.get('num_classes')
+    numbers = (shape if isinstance(shape, list) else []) + [num_classes]
+    if len(numbers) != 4 or not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise UserError(
+            '%s/config.json does not say what data the model is for: '
+            '"image_shape" %r, "num_classes" %r' % (model_dir, shape, num_classes)
+        )
+    return shape, num_classes
+
+
 def _newest_run():
-    saved = glob.glob('runs/*/model.ckpt-*.index')
+    saved = {}
+    for path in glob.glob('runs/*/model.ckpt-*.index'):
+        with contextlib.suppress(OSError):  # a run that goes on deletes old ones
+            saved[path] = os.path.getmtime(path)
     if not saved:
         raise UserError('no run in runs/ has saved anything: name one with --model_dir')
-    return os.path.dirname(max(saved, key=os.path.getmtime))
+    return os.path.dirname(max(saved, key=saved.get))
 
 
 def _choose_checkpoint(model_dir, choice):
@@ -107,7 +132,11 @@ def _choose_checkpoint(model_dir, choice):
             raise UserError('--checkpoint %s: there is no %s.index' % (choice, prefix))
     fault = checkpoints.find_fault(prefix)
     if fault is not None:
-        raise UserError('%s is damaged: %s' % (prefix, fault))
+        if not os.path.exists(prefix + '.index'):
+            raise UserError(GONE % prefix)
+        raise UserError(
+            '%s is damaged (%s): name another, or --checkpoint last' % (prefix, fault)
+        )
     return prefix
 
 
@@ -121,7 +150,4 @@ def restore(session, trained):
         checkpoints.check_variables(trained.prefix, whole=False)
         tf.train.Saver(tf.global_variables()).restore(session, trained.prefix)
     except tf.errors.OpError:
-        raise UserError(
-            '%s can not be read any more: a run that goes on deletes old checkpoints; '
-            'try again' % trained.prefix
-        ) from None
+        raise UserError(GONE % trained.prefix) from None

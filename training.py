@@ -256,6 +256,8 @@ def run(flags, devices, data, job, model_dir):
             special_steps,
         )
         stack.enter_context(queue_runners(session, find_stop))
+        if flags.trace is not None and flags.trace <= step:
+            log.warning('--trace %d: that step is done already', flags.trace)
         train(flags, job, calls, model_dir)
         if flags.trace and not os.path.exists(
             summaries.find_trace(model_dir, flags.trace)
@@ -314,7 +316,7 @@ def train(flags, job, calls, model_dir):
         raise stopped from None
     if not saved:
         raise RunFailed('the last save in %s failed' % model_dir)
-    screen.conclude(rows, calls.read_state().epoch, model_dir)
+    screen.conclude(rows, calls.read_state(), model_dir)
 
 
 def run_epochs(flags, job, calls, model_dir):
@@ -444,21 +446,28 @@ def take_steps(step, steps, warm_up, between, global_batch, special_steps=()):
         step: how long it took for what is no training. speed: () -> images per
         second so far, None during warm-up.
       global_batch: images per step.
-      special_steps: {number from 1 on: what to call instead, with `step`}.
+      special_steps: {number from 1 on: what to call instead, with `step`}. These
+        count for no speed.
 
     Returns:
       Images per second, None if no step was run.
     """
     special_steps = dict(special_steps)
     warm_up = min(warm_up, steps - 1)
-    began, away, done = time.perf_counter(), 0.0, 0
+    began, away, done, left_out = time.perf_counter(), 0.0, 0, warm_up
 
     def speed():
-        images = (done - warm_up) * global_batch
+        images = (done - left_out) * global_batch
         return images / (time.perf_counter() - began - away) if images > 0 else None
 
     for done in range(1, steps + 1):
-        metrics = special_steps[done](step) if done in special_steps else step()
+        if done in special_steps:
+            before = time.perf_counter()
+            metrics = special_steps[done](step)
+            away += time.perf_counter() - before
+            left_out += done > warm_up
+        else:
+            metrics = step()
         away += between(done, metrics, speed)
         if done == warm_up:
             began, away = time.perf_counter(), 0.0

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import traceback
 
 from tf1 import quiet_stderr, tf
@@ -258,11 +259,29 @@ class _BelowWarning(logging.Filter):
         return record.levelno < logging.WARNING
 
 
+class _Results(logging.StreamHandler):
+    lost = None
+
+    def handleError(self, record):  # noqa: N802
+        error = sys.exc_info()[1]
+        # A reader who has had enough has lost nothing.
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            self.lost = error
+
+
 def set_up_logging():
-    """Results go to stdout, warnings and errors to stderr, one line each."""
+    """Results go to stdout, warnings and errors to stderr, one line each.
+
+    Returns:
+      The handler of the results: its `lost` is the OSError that lost some, or None.
+    """
     log.setLevel(logging.INFO)
     log.propagate = False
-    results = logging.StreamHandler(sys.stdout)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, 'reconfigure'):  # not on Python 3.6
+            # A file's name may be no text.
+            stream.reconfigure(errors='backslashreplace')
+    results = _Results(sys.stdout)
     results.addFilter(_BelowWarning())
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setLevel(logging.WARNING)
@@ -271,6 +290,7 @@ def set_up_logging():
     held = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1)
     log.handlers[:] = [results, warnings, held]
     logging.raiseExceptions = False  # a full disk under train.log must not end a run
+    return results
 
 
 def log_to(path):
@@ -309,6 +329,17 @@ def report(error):
     return 1
 
 
+def check_writable(path):
+    """Raises OSError if a directory is not, or could not be made and be, written to.
+
+    Nothing is left. Permission bits tell nothing of a read-only disk, nor of root.
+    """
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    os.rmdir(tempfile.mkdtemp(dir=path))
+
+
 def find_cause(error):
     """Returns in one line what an error says happened.
 
@@ -330,12 +361,17 @@ def leave(error):
     os._exit(status)
 
 
-def run_main(main):
-    """Runs `main()`, reports what ends it, and returns the exit status."""
-    set_up_logging()
+def run_main(main, must_show=False):
+    """Runs `main()`, reports what ends it, and returns the exit status.
+
+    With `must_show`, what stdout did not take is a failure: nothing else has it.
+    """
+    results = set_up_logging()
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
         main()
+        if must_show and results.lost is not None:
+            raise RunFailed('stdout: %s' % results.lost.strerror)
         return 0
     except (Exception, RunStopped, KeyboardInterrupt) as error:
         return report(error)

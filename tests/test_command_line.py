@@ -7,6 +7,7 @@ import pty
 import re
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -146,6 +147,23 @@ def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir, columns):
     assert b'#' not in out and b'\r' not in out
 
 
+def test_a_terminal_that_goes_away_ends_no_run(small_dir):
+    leader, follower = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '12']
+        + ['--data_dir', small_dir, '--model_dir', 'm', '--xla', 'off'],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    os.close(follower)
+    os.read(leader, 1)  # the bar is there
+    os.close(leader)
+    run.communicate()
+    assert run.returncode == 0
+    assert len(read_metrics('m')) == 12
+
+
 def test_no_progress_means_no_bar(monkeypatch, main, flags):
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
     done = main('train.py', '--max_steps', '2', '--no_progress', *flags)
@@ -249,6 +267,7 @@ def test_the_same_command_after_the_end_says_so_and_evaluates(main, flags):
     assert again.status == 0
     assert 'nothing left to train: 1 epoch, 62 steps are done' in again.out
     assert 'Epoch' not in again.out
+    assert 'best: epoch 1 of 1' in again.out
 
     def score(out):
         return [line for line in out.splitlines() if line.startswith('valid/')]
@@ -351,7 +370,7 @@ def assert_refused(done, told):
         (['--gpus', '0,1'], 'sees no GPU'),
         (['--device', 'cpu', '--gpus', '0'], '--gpus'),
         (['--data_dir', '/no/such/place'], '/no/such/place is not a directory'),
-        (['--data_dir', ROOT], 'has no train-images-idx3-ubyte'),
+        (['--data_dir', ROOT], 'has no t10k-images-idx3-ubyte'),
         (['--batch_size', '1001', '--num_gpus', '2'], 'fits is 1000'),
         (['--model_dir', ROOT + '/train.py'], 'train.py can not be written: Not a dir'),
         (['--model_dir', ROOT + '/train.py/x'], 'can not be written: Not a directory'),

@@ -1,7 +1,9 @@
 """evaluate.py: the score of a whole data set, class by class."""
 
+import json
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import checkpoints
 import evaluate
 import input_pipeline
+import records
 from tests.conftest import (
     ROOT,
     assert_mistake,
@@ -125,17 +128,67 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(main, trained_dir):
     assert done.out.splitlines()[0] == 'model cnn of ' + best
 
 
-def test_other_test_images_can_be_given(main, trained_dir, mnist, tmp_path):
+def test_other_test_images_can_be_given_without_training_images(
+    main, trained_dir, mnist, tmp_path
+):
     other = input_pipeline.DataSet(
         input_pipeline.Examples(*(a[:50] for a in mnist.train)),
         input_pipeline.Examples(*(a[500:531] for a in mnist.valid)),
         mnist.num_classes,
     )
     write_data_set(tmp_path / 'other', other)
+    for path in (tmp_path / 'other').glob('train*'):
+        path.unlink()
     argv = ['--model_dir', trained_dir, '--data_dir', 'other']
     done = main('evaluate.py', '--device', 'cpu', *argv)
     rows = [line.split() for line in done.out.splitlines()[-10:]]
     assert sum(int(row[1]) for row in rows) == 31
+
+
+def test_a_run_is_evaluated_from_anywhere(main, flags, small_dir, monkeypatch):
+    os.symlink(small_dir, 'data')
+    flags[flags.index('--data_dir') + 1] = 'data'
+    flags += ['--max_steps', '1', '--model_dir', 'runs/m']
+    assert main('train.py', *flags).status == 0
+    os.mkdir('elsewhere')
+    monkeypatch.chdir('elsewhere')
+    argv = ['--device', 'cpu', '--model_dir', '../runs/m']
+    assert main('evaluate.py', *argv).status == 0
+    monkeypatch.chdir('../runs/m')
+    done = main('evaluate.py', '--device', 'cpu', '--checkpoint', 'model.ckpt-0-1')
+    assert done.status == 0, done.err
+    os.remove('../../data')
+    told = 'data, which is not there: say where with --data_dir'
+    assert_mistake(main('evaluate.py', '--device', 'cpu', '--model_dir', '.'), told)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'data': None},
+        {'data': {}},
+        {'data': {'image_shape': [28, 28], 'num_classes': 10}},
+        {'data': {'image_shape': [28, 28, 'x'], 'num_classes': 10}},
+        {'data': {'image_shape': [28, 28, 1], 'num_classes': 0}},
+        {'flags': {}},
+        {'flags': {'model': ['cnn']}},
+        {'flags': {'model': 'cnn', 'data_dir': 7}},
+        {'threads': 'x'},
+    ],
+)
+def test_a_damaged_config_costs_one_line(main, trained_dir, change):
+    shutil.copytree(trained_dir, 'm')
+    config = dict(records.read_config('m'), **change)
+    records.write_whole('m/config.json', json.dumps(config))
+    assert_mistake(main('evaluate.py', '--device', 'cpu', '--model_dir', 'm'), '')
+
+
+@pytest.mark.parametrize('name', ['m[1]', 'm*', 'a?b', '\udcff'])
+def test_a_name_that_tensorflow_would_not_find_is_refused(main, flags, name):
+    assert_mistake(main('train.py', '--model_dir', name, *flags), 'name another')
+    assert os.listdir('.') == []
+    os.mkdir(name)
+    assert_mistake(main('evaluate.py', '--model_dir', name), 'name another')
 
 
 def test_the_cpu_is_never_taken_silently(trained_dir):
@@ -158,7 +211,7 @@ def test_the_cpu_is_never_taken_silently(trained_dir):
         (['--model_dir', 'TRAINED', '--batch_size', '0'], '--batch_size'),
         (['--model_dir', 'TRAINED', '--errors', ROOT], ROOT + ' is not empty'),
         (['--model_dir', 'TRAINED', '--errors', '/proc/x'], '--errors /proc/x: '),
-        (['--model_dir', 'TRAINED', '--errors', ROOT + '/train.py'], 'File exists'),
+        (['--model_dir', 'TRAINED', '--errors', ROOT + '/train.py'], 'Not a directory'),
         (['--stray'], '--stray'),
     ],
 )
@@ -175,7 +228,7 @@ def test_damage_and_foreign_models_get_one_line(main, flags, trained_dir, monkey
     assert_mistake(done, 'm has no best checkpoint')
     os.truncate('m/model.ckpt-0-1.data-00000-of-00001', 1000)
     done = main('evaluate.py', '--checkpoint', 'm/model.ckpt-0-1', *argv)
-    assert_mistake(done, 'm/model.ckpt-0-1 is damaged: ')
+    assert_mistake(done, 'm/model.ckpt-0-1 is damaged (')
     done = main('evaluate.py', *argv)
     assert done.status == 2 and 'no checkpoint in it can be read' in done.err
 

@@ -143,6 +143,11 @@ def test_nothing_is_overwritten(main, trained_dir, exported):
     before = read_files(exported)
     argv = ['--model_dir', trained_dir]
     saved, frozen = str(exported / 'deep' / 'saved'), str(exported / 'frozen.pb')
+    inside = str(exported / 'new' / 'frozen.pb')
+    done = main(
+        'export.py', '--export_dir', os.path.dirname(inside), '--frozen', inside
+    )
+    assert_mistake(done, '--export_dir and --frozen must not be in one another')
     for flags, path in (
         (['--export_dir', saved], saved),
         (['--frozen', frozen], frozen),
@@ -167,10 +172,9 @@ def test_a_failed_export_leaves_nothing(main, trained_dir, monkeypatch):
 def test_mistakes_get_one_line(main, trained_dir):
     argv = ['--model_dir', trained_dir]
     assert_mistake(main('export.py', *argv), '--export_dir DIR or --frozen FILE')
-    for path, told in (
-        ('/proc/x/y', '/proc/x/y: '),
-        (ROOT + '/train.py/x', 'is not a directory'),
-    ):
+    for path, told in (('/proc/x/y', '/proc/x/y: '), (ROOT + '/train.py/x', 'Not a d')):
         assert_mistake(main('export.py', '--export_dir', path, *argv), told)
+        flags = ['--export_dir', 'new/deep', '--frozen', path]
+        assert_mistake(main('export.py', *flags, *argv), told)
     assert_mistake(main('export.py', '--frozen', 'f'), 'no run in runs/ has saved')
     assert os.listdir('.') == []

@@ -4,14 +4,16 @@ import io
 import json
 import os
 import re
+import resource
 import struct
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 import predict
-from tests.conftest import assert_mistake, command
+from tests.conftest import ROOT, assert_mistake, command
 from tf1 import tf
 
 
@@ -32,14 +34,23 @@ def jpeg(image):
         return session.run(tf.image.encode_jpeg(image, quality=100))
 
 
-def bmp(image):
-    """A BMP of 24 bits per pixel, rows from below, padded to 4 bytes."""
-    pixels = np.broadcast_to(image, image.shape[:2] + (3,))[::-1, :, ::-1]
+def bmp(image, bits=24, palette=b''):
+    """A BMP of 8 (an index), 24 or 32 bits per pixel, rows from below."""
+    pixels = np.zeros(image.shape[:2] + (bits // 8,), np.uint8)
+    pixels[..., :3] = image[..., ::-1] if bits > 8 else image
     height, width, _ = pixels.shape
-    padding = b'\0' * (-3 * width % 4)
-    data = b''.join(row.tobytes() + padding for row in pixels)
-    info = struct.pack('<IiiHHIIiiII', 40, width, height, 1, 24, 0, len(data), *[0] * 4)
-    return b'BM' + struct.pack('<IHHI', 54 + len(data), 0, 0, 54) + info + data
+    padding = b'\0' * (-bits // 8 * width % 4)
+    data = b''.join(row.tobytes() + padding for row in pixels[::-1])
+    info = struct.pack(
+        '<IiiHHIIiiII', 40, width, height, 1, bits, 0, len(data), 0, 0, 0, 0
+    )
+    start = 54 + len(palette)
+    header = b'BM' + struct.pack('<IHHI', start + len(data), 0, 0, start)
+    return header + info + palette + data
+
+
+# Blue, green, red and nothing for each of 256 indices.
+GREYS = bytes(grey for grey in range(256) for _ in range(4))
 
 
 def gif(*images):
@@ -110,6 +121,12 @@ def test_every_format_and_size_gives_the_same_class(main, trained_dir, digits):
                 'a.jpg': jpeg(image),
                 'a.JPEG': jpeg(colour),
                 'a.bmp': bmp(image),
+                # The same kernel sees every kind of BMP in one run.
+                'grey.bmp': bmp(image, 8, GREYS),
+                'dark_on_light.bmp': bmp(image, 8, GREYS[::-1]),
+                # The fourth byte of Windows' own is nothing, not transparency.
+                'unused.bmp': bmp(image, 32),
+                'z.bmp': bmp(255 - image),
                 'a.gif': gif(image, 255 - image),
                 'large.png': png(grown),
                 'inverted.png': png(255 - image),
@@ -147,6 +164,7 @@ def test_a_bad_file_costs_a_line_and_the_others_are_done(main, trained_dir, digi
         write('cut.png', png(digits[3])[:-30]): 'no PNG, JPEG, BMP or GIF, or a dam',
         write('cut.gif', gif(digits[3])[:-100]): 'no PNG, JPEG, BMP or GIF, or a dam',
         write('cut.bmp', bmp(digits[3])[:60]): 'no PNG, JPEG, BMP or GIF, or a damaged',
+        write('cut.jpg', jpeg(digits[3])[:200]): 'no PNG, JPEG, BMP or GIF, or a damag',
         'absent.png': 'No such file or directory',
         'hollow': 'no image file is in this directory',
     }
@@ -156,7 +174,7 @@ def test_a_bad_file_costs_a_line_and_the_others_are_done(main, trained_dir, digi
     assert done.status == 1
     assert list(read_lines(done.out)) == [good]
     *told, last = done.err.splitlines()
-    assert last == 'ERROR: 7 of 8 files failed'
+    assert last == 'ERROR: 8 of 9 files failed'
     for line, (path, cause) in zip(told, bad.items()):
         assert line.startswith('ERROR: %s: %s' % (path, cause))
     assert len(told) == len(bad)
@@ -180,13 +198,14 @@ def test_a_list_comes_from_stdin(main, trained_dir, digits, monkeypatch):
     os.mkdir('some')
     for name in ('some/b.png', 'some/a.png', 'own name.png', 'first.png'):
         write(name, png(digits[1]))
-    monkeypatch.setattr(sys, 'stdin', io.StringIO('own name.png\n\nsome\n'))
+    given = io.TextIOWrapper(io.BytesIO(b'own name.png\n\nsome\n'))
+    monkeypatch.setattr(sys, 'stdin', given)
     done = run(main, trained_dir, 'first.png', '-')
     assert done.status == 0
     assert list(read_lines(done.out)) == [
         *('first.png', 'own name.png', 'some/a.png', 'some/b.png')
     ]
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO()))
     done = run(main, trained_dir, '-')
     assert done.status == 2 and done.err == 'ERROR: no file was named\n'
 
@@ -211,21 +230,78 @@ def test_light_on_dark_is_told_by_the_border_of_the_training_images():
         for given in (image, 255 - image):
             pixels = predict.prepare(given, [6, 6, 1], border)
             expected = 255 - image if light else image
-            assert (pixels[0] == expected).all()
+            assert (pixels == expected).all()
     colour = np.repeat(255 - image, 3, axis=2)
-    assert (predict.prepare(colour, [6, 6, 3], 0)[0] == colour).all()
+    assert (predict.prepare(colour, [6, 6, 3], 0) == colour).all()
 
 
-@pytest.mark.parametrize('size', [(1, 1), (1, 300), (300, 1), (56, 28), (31, 97)])
-def test_an_image_keeps_its_proportions(size):
-    image = np.full(size + (1,), 9, np.uint8)
-    pixels = predict.prepare(image, [28, 14, 1], 0)
-    _, height, width, _ = pixels.shape
-    assert abs(height - 2 * width) < 2 and (pixels == 9).all()
-    assert height >= size[0] and width >= size[1]
+@pytest.mark.parametrize(
+    'size, placed',
+    [
+        ((28, 14), [28, 14]),
+        ((56, 28), [28, 14]),
+        ((1, 1), [14, 14]),
+        ((300, 1), [28, 1]),
+        ((1, 60000), [1, 14]),
+        ((31, 97), [4, 14]),
+    ],
+)
+def test_an_image_keeps_its_proportions(size, placed):
+    image = np.full(size + (1,), 9, np.float32)
+    pixels, found, background = predict.place(image, [28, 14, 1])
+    assert pixels is image and found == placed and background.tolist() == [9]
 
 
 def test_grey_is_made_colour_for_a_network_of_colour_images():
     image = np.arange(16, dtype=np.uint8).reshape([4, 4, 1])
     pixels = predict.prepare(image, [4, 4, 3], 0)
-    assert (pixels[0] == image).all() and pixels.shape == (1, 4, 4, 3)
+    assert (pixels == image).all() and pixels.shape == (4, 4, 3)
+
+
+def test_long_thin_images_take_no_memory(main, trained_dir):
+    for name, size in (('wide.png', (1, 60000)), ('high.png', (60000, 1))):
+        write(name, png(np.zeros(size + (1,), np.uint8)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    done = run(main, trained_dir, 'wide.png', 'high.png')
+    assert done.status == 0 and len(read_lines(done.out)) == 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500000  # kB
+
+
+def test_names_that_are_no_text_are_names(trained_dir, digits):
+    name = os.fsdecode(b'sieben\xff.png')
+    write(name, png(digits[7]))
+    env = dict(os.environ, PYTHONIOENCODING='utf-8:strict')
+    argv = [sys.executable, ROOT + '/predict.py', '--model_dir', trained_dir]
+    for words, given in (([name], b''), (['-'], os.fsencode(name) + b'\n')):
+        done = subprocess.run(
+            argv + words,
+            input=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+        )
+        assert done.returncode == 0 and done.stderr == b''
+        # Python 3.7 and newer can say it, 3.6 not.
+        assert b'sieben\\udcff.png: 7 (' in done.stdout or sys.version_info < (3, 7)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason='root may read everything')
+def test_a_directory_that_can_not_be_read_is_told(main, trained_dir):
+    os.makedirs('some/locked', mode=0)
+    done = run(main, trained_dir, 'some')
+    assert done.status == 1 and 'some/locked: Permission denied' in done.err
+
+
+def test_results_that_nobody_takes_are_a_failure(trained_dir, digits):
+    write('seven.png', png(digits[7]))
+    for script, argv in (('predict.py', ['seven.png']), ('evaluate.py', [])):
+        words = [sys.executable, os.path.join(ROOT, script)] + argv
+        words += ['--model_dir', trained_dir]
+        for target, status in (('/dev/full', 1), ('/dev/null', 0)):
+            with open(target, 'w') as out:
+                done = subprocess.run(
+                    words, stdout=out, stderr=subprocess.PIPE, universal_newlines=True
+                )
+            assert done.returncode == status, done.stderr
+            lost = 'ERROR: stdout: No space left on device\n'
+            assert done.stderr.endswith(lost) == bool(status)

@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -21,7 +22,14 @@ import input_pipeline
 import summaries
 import utils
 from summaries import Events
-from tests.conftest import ROOT, assert_same_bits, files, read_checkpoint, read_metrics
+from tests.conftest import (
+    ROOT,
+    assert_mistake,
+    assert_same_bits,
+    files,
+    read_checkpoint,
+    read_metrics,
+)
 from tf1 import tf
 
 SCALARS = ['accuracy', 'images_per_second', 'learning_rate', 'loss']
@@ -150,10 +158,23 @@ def get_steps(get):
     return [step for step, _ in over_http(get, 'train').get('loss', [])]
 
 
+# Slow enough for the kill to come before the next checkpoint.
+SLOW = """
+import sys, time
+import stopping, train_multi_gpu, utils
+find_stop = stopping.find_stop
+stopping.find_stop = lambda *args: time.sleep(0.05) or find_stop(*args)
+sys.exit(utils.run_main(train_multi_gpu.main))
+"""
+
+
 def kill_after_step(step, *argv):
     """Trains in a process of its own and kills it once it has written that step."""
-    script = os.path.join(ROOT, 'train_multi_gpu.py')
-    run = subprocess.Popen([sys.executable, script, *argv], stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        [sys.executable, '-c', SLOW] + list(argv),
+        env=dict(os.environ, PYTHONPATH=ROOT),
+        stdout=subprocess.DEVNULL,
+    )
     deadline = time.time() + 60
     while not any(event.step >= step for event in read('m/train')):
         assert run.poll() is None and time.time() < deadline
@@ -253,14 +274,36 @@ def test_a_trace_has_a_group_of_rows_per_tower(main, flags):
             ran.setdefault(names[event['pid']], []).append(event['args']['name'])
     for tower in range(3):
         (device,) = [name for name in ran if 'device:CPU:%d' % tower in name]
-        convolutions = [op for op in ran[device] if '/conv1/' in op]
-        assert convolutions and all('tower_%d/' % tower in op for op in convolutions)
+        assert 'tower_%d/conv1/Conv2D' % tower in ' '.join(ran[device])
+        others = [op for op in ran[device] if re.match(r'tower_(?!%d/)' % tower, op)]
+        assert not others
+
+
+@pytest.mark.parametrize('traced', [1, 2, 10, 11])
+def test_a_trace_takes_the_place_of_nothing(main, flags, traced):
+    flags += ['--batch_size', '200', '--epochs', '2', '--model_dir', 'm']
+    done = main('train.py', '--histograms', '--trace', str(traced), *flags)
+    assert done.status == 0 and done.err == ''
+    assert os.path.exists('m/trace-%d.json' % traced)
+    assert {step for step, _ in tags('m/train', 'image')} == {1}
+    assert {step for step, _ in tags('m/train', 'histo')} == {10, 20}
+    assert len(tags('m/train', 'histo')) == 2 * 2 * len(LAYERS) * len(PARTS)
+
+
+def test_histograms_without_event_files_are_a_mistake(main, flags):
+    done = main('train.py', '--histograms', '--summary_steps', '0', *flags)
+    assert_mistake(done, '--histograms go to the event files')
+    assert os.listdir('.') == []
 
 
 def test_a_trace_that_never_came_is_told(main, flags):
     done = main('train.py', '--max_steps', '3', '--trace', '4', *flags)
     assert done.status == 0
     assert done.err == 'WARNING: --trace 4: this run had no such step\n'
+    flags += ['--model_dir', 'm', '--trace', '2']
+    assert main('train.py', '--max_steps', '2', *flags).err == ''
+    done = main('train.py', '--max_steps', '4', *flags)
+    assert 'WARNING: --trace 2: that step is done already\n' in done.err
 
 
 def test_events_that_can_not_be_written_cost_a_line_and_no_training(main, flags):

@@ -104,6 +104,18 @@ def test_special_steps_are_run_in_place_of_the_usual_ones():
     assert taken == ['usual', 'not usual', 'usual', 'usual', 'other']
 
 
+def test_special_steps_count_for_no_speed(clock):
+    def take(seconds):
+        clock.now += seconds
+
+    special = {number: lambda step: take(1000) for number in (3, 20, 30)}
+    speed = training.take_steps(lambda: take(2), 30, 10, lambda *_: 0.0, 64, special)
+    assert speed == pytest.approx(64 / 2)
+    only = {1: lambda step: take(9)}
+    nothing = training.take_steps(lambda: take(2), 1, 0, lambda *_: 0.0, 64, only)
+    assert nothing is None
+
+
 def test_images_per_second_count_all_towers(main, small_dir, monkeypatch):
     monkeypatch.setattr(training, 'take_steps', fake_speed(training.take_steps))
     flags = ['--data_dir', small_dir, '--device', 'cpu', '--epochs', '1']
