@@ -137,8 +137,7 @@ def average_gradients(tower_grads):
         variable = pairs[0][1]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         if gradients:
-            scope = tf.name_scope('average/' + variable.op.name)
-            with scope, tf.device(variable.device):
+            with tf.device(variable.device), tf.name_scope('average'):
                 averaged.append((_mean(gradients, len(pairs)), variable))
         else:
             log.warning('%s has no gradient in any tower: not trained', variable.name)
