@@ -1,0 +1,459 @@
+"""Several machines: which they are, how they meet, and how one learns another is gone.
+
+Each machine has one port, the one TF_CONFIG gives it. While the machines meet, machine
+0 listens there itself; the others connect to it, and the connections stay open for
+heartbeats. After that the port is TensorFlow's.
+
+Nothing that comes over a connection is trusted: messages are JSON of a bounded size,
+and whoever does not speak them in time is dropped.
+"""
+
+import collections
+import contextlib
+import json
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+
+import utils
+from utils import RunFailed, UserError, log
+
+# Before each message, so that a stranger is known at once.
+MAGIC = b'TWRS'
+MAX_BYTES = 1 << 16
+# Seconds that a connection has to say who it is.
+HELLO_SECONDS = 10.0
+MAX_STRANGERS = 64
+BEAT_SECONDS = 1.0
+# A machine that has not been heard for so long is gone.
+SILENCE_SECONDS = 15.0
+TELL_SECONDS = 10.0
+RETRY_SECONDS = 0.5
+
+# addresses: 'host:port' of every machine, in the order of their indices. index: which
+# of them this is.
+Machines = collections.namedtuple('Machines', 'addresses index')
+
+
+# TF_CONFIG
+
+
+def read_machines(text):
+    """Returns the `Machines` that TF_CONFIG names, None if it is one machine.
+
+    Args:
+      text: the variable's value, or None.
+
+    Raises:
+      UserError: says what is wrong with it.
+
+    Source: the TF_CONFIG of TensorFlow's estimators and of Kubeflow's TFJob.
+    """
+    try:
+        config = json.loads(text or '{}')
+    except ValueError as error:
+        raise _mistake('is no JSON: %s' % error) from None
+    if config == {}:
+        return None
+    if not isinstance(config, dict) or not isinstance(config.get('cluster'), dict):
+        raise _mistake('has no "cluster"')
+    task = config.get('task')
+    if not isinstance(task, dict):
+        raise _mistake('has no "task"')
+    jobs = dict(config['cluster'])
+    for other, instead in (
+        ('ps', 'every worker holds all variables: make it a worker'),
+        ('evaluator', 'the workers evaluate themselves: leave it out'),
+    ):
+        if other in jobs or other == task.get('type'):
+            raise _mistake('has a task of type "%s"; %s' % (other, instead))
+    unknown = set(jobs) - {'chief', 'worker'}
+    if unknown:
+        raise _mistake('has the unknown job "%s"' % sorted(unknown)[0])
+    for name, addresses in jobs.items():
+        if not isinstance(addresses, list) or not all(map(_is_address, addresses)):
+            raise _mistake('"%s" is no list of "host:port"' % name)
+    kind, index = task.get('type'), task.get('index')
+    if not isinstance(kind, str) or kind not in jobs:
+        raise _mistake('task type %r is not in "cluster"' % (kind,))
+    if not isinstance(index, int) or not 0 <= index < len(jobs[kind]):
+        raise _mistake(
+            'task index %r: "%s" has %d, from 0 on' % (index, kind, len(jobs[kind]))
+        )
+    chiefs = jobs.get('chief', [])
+    if len(chiefs) > 1:
+        raise _mistake('has %d chiefs, not one' % len(chiefs))
+    addresses = chiefs + jobs.get('worker', [])
+    twice = [address for address in addresses if addresses.count(address) > 1]
+    if twice:
+        raise _mistake('names %s twice' % twice[0])
+    if len(addresses) == 1:
+        return None
+    return Machines(addresses, index if kind == 'chief' else index + len(chiefs))
+
+
+def _mistake(what):
+    return UserError('TF_CONFIG %s' % what)
+
+
+def _is_address(value):
+    if not isinstance(value, str):
+        return False
+    host, _, port = value.rpartition(':')
+    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+
+
+def name_machine(machines, index):
+    """Returns 'machine 1 (host:port)'."""
+    return 'machine %d (%s)' % (index, machines.addresses[index])
+
+
+# Messages
+
+
+def send(connection, **message):
+    """Sends a message; raises OSError."""
+    data = json.dumps(message).encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError('a message of %d bytes' % len(data))
+    connection.sendall(MAGIC + struct.pack('>I', len(data)) + data)
+
+
+def receive(connection, seconds):
+    """Returns the next message, a dict.
+
+    Args:
+      connection: a socket.
+      seconds: how long the whole message may take.
+
+    Raises:
+      OSError: the connection is broken, or nothing came in time.
+      ValueError: it is not one of ours.
+    """
+    deadline = time.monotonic() + seconds
+    head = _receive_bytes(connection, len(MAGIC) + 4, deadline)
+    (size,) = struct.unpack('>I', head[len(MAGIC) :])
+    if head[: len(MAGIC)] != MAGIC or size > MAX_BYTES:
+        raise ValueError('not one of our messages')
+    try:
+        message = json.loads(_receive_bytes(connection, size, deadline).decode())
+    except RecursionError:  # brackets without end
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError('not one of our messages')
+    return message
+
+
+def _receive_bytes(connection, size, deadline):
+    data = b''
+    while len(data) < size:
+        # Not by the socket's own limit, which another thread's send goes by.
+        left = max(0, deadline - time.monotonic())
+        if not select.select([connection], [], [], left)[0]:
+            raise socket.timeout('nothing came for too long')
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError('its connection is closed')
+        data += part
+    return data
+
+
+# How the machines meet
+
+
+def bind(machines):
+    """Returns a socket bound to this machine's own port.
+
+    Raises:
+      UserError: the port is taken. (TensorFlow's own words for that are a riddle.)
+    """
+    port = int(machines.addresses[machines.index].rpartition(':')[2])
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(('', port))
+        # Two sockets may be bound, and only one may listen.
+        listener.listen(MAX_STRANGERS)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            'port %d of %s: %s; end what uses it, or give another in TF_CONFIG'
+            % (port, name_machine(machines, machines.index), error.strerror)
+        ) from None
+    return listener
+
+
+def meet(machines, facts, start_timeout):
+    """Waits until all machines are there, and refuses if they differ.
+
+    Args:
+      machines: the `Machines`.
+      facts: {name: value} that must be equal everywhere, of JSON's types.
+      start_timeout: seconds to wait at most.
+
+    Returns:
+      {index: connection}: machine 0's to each other one, and the others' to machine 0.
+      The own port is free again.
+
+    Raises:
+      UserError: the port is taken, or another machine has other facts. All are told.
+      RunFailed: a machine was not there in time.
+    """
+    deadline = time.monotonic() + start_timeout
+    with contextlib.closing(bind(machines)) as listener:
+        if machines.index == 0:
+            return _gather(machines, facts, listener, deadline)
+    return {0: _report(machines, facts, deadline)}
+
+
+def _gather(machines, facts, listener, deadline):
+    """Machine 0's part of `meet`."""
+    found, hellos = {}, queue.Queue()
+    greeting = threading.Semaphore(MAX_STRANGERS)
+    listener.settimeout(RETRY_SECONDS)
+    tell_at = time.monotonic() + TELL_SECONDS
+    while True:
+        with contextlib.suppress(socket.timeout):
+            connection, _ = listener.accept()
+            connection.settimeout(HELLO_SECONDS)
+            if greeting.acquire(blocking=False):
+                threading.Thread(
+                    target=_greet, args=(connection, hellos, greeting), daemon=True
+                ).start()
+            else:
+                connection.close()
+        while not hellos.empty():
+            _welcome(machines, found, *hellos.get())
+        for index in [i for i, (peer, _) in found.items() if _is_closed(peer)]:
+            del found[index]
+        missing = sorted(set(range(1, len(machines.addresses))) - set(found))
+        if not missing:
+            break
+        names = ', '.join(name_machine(machines, index) for index in missing)
+        now = time.monotonic()
+        if now >= deadline:
+            _tell(found, failed='gave up: %s did not come' % names)
+            raise RunFailed('gave up: %s did not come' % names)
+        if now >= tell_at:
+            log.info('waiting for %s', names)
+            _tell(found, waiting=names)
+            tell_at = now + TELL_SECONDS
+    for index, (_, theirs) in sorted(found.items()):
+        difference = find_difference(machines, index, theirs, facts)
+        if difference:
+            _tell(found, mistake=difference)
+            raise UserError(difference)
+    _tell(found, met=True)
+    return {index: connection for index, (connection, _) in found.items()}
+
+
+def _greet(connection, hellos, greeting):
+    """Hands over who is at the other end; drops a stranger."""
+    try:
+        hello = receive(connection, HELLO_SECONDS)
+        hellos.put((connection, hello.get('index'), hello.get('facts')))
+    except (OSError, ValueError):
+        connection.close()
+    finally:
+        greeting.release()
+
+
+def _welcome(machines, found, connection, index, facts):
+    known = isinstance(index, int) and 0 < index < len(machines.addresses)
+    if not known or not isinstance(facts, dict):
+        connection.close()
+    elif index in found and not _is_closed(found[index][0]):
+        mistake = '%s is there already' % name_machine(machines, index)
+        _tell({index: (connection, facts)}, mistake=mistake)
+        connection.close()
+    else:
+        found[index] = connection, facts
+
+
+def _is_closed(connection):
+    # A peer says nothing before it is told something.
+    if not select.select([connection], [], [], 0)[0]:
+        return False
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b''
+    except OSError:
+        return True
+
+
+def _tell(found, **message):
+    for connection, _ in found.values():
+        with contextlib.suppress(OSError):
+            send(connection, **message)
+
+
+def find_difference(machines, index, theirs, ours):
+    """Returns a line that says what another machine has otherwise, or None."""
+    for name in sorted(set(theirs) | set(ours)):
+        if theirs.get(name) != ours.get(name):
+            return '%s has %s %s, machine 0 %s: make them equal' % (
+                name_machine(machines, index),
+                *(name, theirs.get(name), ours.get(name)),
+            )
+    return None
+
+
+def _report(machines, facts, deadline):
+    """The other machines' part of `meet`."""
+    host, _, port = machines.addresses[0].rpartition(':')
+    first = name_machine(machines, 0)
+    tell_at = time.monotonic() + TELL_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), HELLO_SECONDS)
+            return _introduce(connection, machines, facts, deadline)
+        except (OSError, ValueError):
+            now = time.monotonic()
+            if now >= deadline:
+                raise RunFailed('gave up: %s did not come' % first) from None
+            if now >= tell_at:
+                log.info('waiting for %s', first)
+                tell_at = now + TELL_SECONDS
+            time.sleep(RETRY_SECONDS)
+
+
+def _introduce(connection, machines, facts, deadline):
+    """Says hello to machine 0 and waits for its answer; returns the connection."""
+    try:
+        send(connection, index=machines.index, facts=facts)
+        while True:
+            # Machine 0 gives up first, and says who is missing.
+            answer = receive(connection, deadline + HELLO_SECONDS - time.monotonic())
+            if 'met' in answer:
+                return connection
+            if 'mistake' in answer:
+                raise UserError(str(answer['mistake']))
+            if 'failed' in answer:
+                raise RunFailed(str(answer['failed']))
+            log.info('waiting for %s', answer.get('waiting'))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def go_together(machines, connections, start_timeout):
+    """Waits until every machine has come so far, each having called this.
+
+    Raises:
+      RunFailed: one of them is gone, or is not there in time.
+    """
+    try:
+        if machines.index == 0:
+            for index, connection in sorted(connections.items()):
+                at_fault = index
+                _expect(connection, 'up', start_timeout)
+            for index, connection in sorted(connections.items()):
+                at_fault = index
+                send(connection, go=True)
+        else:
+            at_fault = 0
+            send(connections[0], up=True)
+            _expect(connections[0], 'go', start_timeout + HELLO_SECONDS)
+    except (OSError, ValueError) as error:
+        raise RunFailed(
+            '%s left before the start (%s)' % (name_machine(machines, at_fault), error)
+        ) from None
+
+
+def _expect(connection, name, seconds):
+    message = receive(connection, seconds)
+    if name not in message:
+        raise ValueError(message.get('failed') or 'it said something else')
+
+
+# While they run
+
+
+class Watch:
+    """Ends this process when another machine is gone or a step does not end.
+
+    A machine inside an all-reduce waits for the others for ever on TensorFlow 1.15, so
+    threads of this class watch, and none of them needs the main thread.
+    """
+
+    def __init__(self, machines, connections, step_timeout, end=utils.leave):
+        """Starts to watch.
+
+        Args:
+          machines: the `Machines`.
+          connections: what `meet` returned.
+          step_timeout: seconds a step may take, the first of this process aside.
+          end: (error) ends the process.
+        """
+        self._machines = machines
+        self._connections = connections
+        self._step_timeout = step_timeout
+        self._end = end
+        self._sending = {index: threading.Lock() for index in connections}
+        self._steps = dict.fromkeys(range(len(machines.addresses)), 0)
+        self._step_began = None
+        self._done = set()
+        self._closed = threading.Event()
+        for index in connections:
+            self._start(self._listen, index)
+        self._start(self._beat)
+
+    def _start(self, function, *args):
+        threading.Thread(target=function, args=args, daemon=True).start()
+
+    @contextlib.contextmanager
+    def step(self):
+        """Around each step: it must end in time."""
+        self._step_began = time.monotonic()
+        yield
+        self._step_began = None
+        self._steps[self._machines.index] += 1
+
+    def close(self, failed=None):
+        """Takes leave of the other machines; with a reason, they end for it."""
+        self._closed.set()
+        for index in self._connections:
+            self._send(index, **({'failed': failed} if failed else {'bye': True}))
+
+    def _send(self, index, **message):
+        connection = self._connections[index]
+        with contextlib.suppress(OSError), self._sending[index]:
+            send(connection, **message)
+
+    def _beat(self):
+        while not self._closed.wait(BEAT_SECONDS):
+            for index in self._connections:
+                self._send(index, step=self._steps[self._machines.index])
+            began = self._step_began
+            late = began and time.monotonic() - began > self._step_timeout
+            if late and self._steps[self._machines.index]:
+                behind = min(self._steps, key=self._steps.get)
+                self._fail(
+                    'a step did not end within %g s; %s is the furthest behind'
+                    % (self._step_timeout, name_machine(self._machines, behind))
+                )
+
+    def _listen(self, index):
+        while True:
+            try:
+                message = receive(self._connections[index], SILENCE_SECONDS)
+            except (OSError, ValueError) as error:
+                if index not in self._done and not self._closed.is_set():
+                    name = name_machine(self._machines, index)
+                    self._fail('%s is gone: %s' % (name, error))
+                return
+            if 'failed' in message:
+                self._fail(str(message['failed']))
+                return
+            if 'bye' in message:
+                self._done.add(index)
+                return
+            if isinstance(message.get('step'), int):
+                self._steps[index] = message['step']
+
+    def _fail(self, reason):
+        if not self._closed.is_set():
+            self.close(failed=reason)
+            self._end(RunFailed(reason))
