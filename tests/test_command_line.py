@@ -323,7 +323,8 @@ def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
         return finish_epoch(*args)
 
     monkeypatch.setattr(training, 'finish_epoch', watch)
-    done = main('train_multi_gpu.py', '--num_gpus', '2', '--epochs', '20', *flags)
+    flags += ['--num_gpus', '2', '--batch_size', '128', '--epochs', '20']
+    done = main('train_multi_gpu.py', *flags)
     assert done.status == 0 and len(sizes) == 20
     assert len(set(nodes)) == 1
     # A leak of one batch per step would be 19 MB; the allocators need some epochs.

@@ -55,6 +55,8 @@ def test_any_image_size(tmp_path):
 
 IMAGES = np.zeros([4, 3, 2], np.uint8)
 IDX = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 3, 0, 0, 0, 2]) + IMAGES.tobytes()
+# gzip's own header holds the time, and a test's name is made of this.
+GZIP = b'\x1f\x8b\x08' + bytes(7) + gzip.compress(IDX)[10:]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,9 @@ IDX = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 3, 0, 0, 0, 2]) + IMAGES.tobytes()
         (b'GIF89a' + IDX, 'starts with bytes 47494638'),
         (b'\0\0\x08\x03' + b'\xff' * 12, 'found 16'),
         (b'\0\0\x08\x03' + bytes(12), 'empty (0 x 0 x 0)'),
-        (gzip.compress(IDX)[:-9], 'ended before'),
-        (gzip.compress(IDX)[:12] + b'\xff' * 30, ''),
-        (gzip.compress(IDX)[:-8] + b'12345678', 'CRC'),
+        (GZIP[:-9], 'ended before'),
+        (GZIP[:12] + b'\xff' * 30, ''),
+        (GZIP[:-8] + b'12345678', 'CRC'),
         (b'\x1f\x8b', ''),
     ],
 )
