@@ -11,6 +11,7 @@ and whoever does not speak them in time is dropped.
 import collections
 import contextlib
 import json
+import os
 import queue
 import select
 import socket
@@ -19,6 +20,7 @@ import threading
 import time
 
 import utils
+from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
 
 # Before each message, so that a stranger is known at once.
@@ -366,6 +368,33 @@ def _expect(connection, name, seconds):
     message = receive(connection, seconds)
     if name not in message:
         raise ValueError(message.get('failed') or 'it said something else')
+
+
+def start_server(machines, config):
+    """Starts TensorFlow's server on this machine's port; returns a session's target.
+
+    It may be called once in a process: servers can't be stopped.
+
+    Args:
+      machines: the `Machines`.
+      config: the `tf.ConfigProto` that the session must have, too. It is given who
+        leads the all-reduce, and what lets a session start without the others.
+    """
+    config.experimental.collective_group_leader = '/job:worker/replica:0/task:0'
+    config.device_filters.append('/job:worker/task:%d' % machines.index)
+    hosts = {address.rpartition(':')[0].strip('[]') for address in machines.addresses}
+    for name in ('no_proxy', 'NO_PROXY'):
+        # TensorFlow's channels would otherwise go through a web proxy.
+        listed = [host for host in os.environ.get(name, '').split(',') if host]
+        os.environ[name] = ','.join(listed + sorted(hosts - set(listed)))
+    with quiet_stderr():
+        server = tf.train.Server(
+            tf.train.ClusterSpec({'worker': machines.addresses}),
+            job_name='worker',
+            task_index=machines.index,
+            config=config,
+        )
+    return server.target
 
 
 # While they run

@@ -192,19 +192,20 @@ def hold(array, name):
     return variable, {value: array}
 
 
-def build(examples, batch_size, num_towers, seed, state):
+def build(examples, batch_size, num_towers, seed, state, machine=0, num_machines=1):
     """Builds the queues that feed the towers, one element per tower and step.
 
     Step s of an epoch takes images s*N*B to (s+1)*N*B of the epoch's permutation,
     and tower t rows t*B to (t+1)*B of these: N towers see what one tower with a
-    batch of N*B sees.
+    batch of N*B sees. Of several machines the first has the first towers.
 
     Args:
       examples: `Examples` to train on.
       batch_size: images per tower and step, B.
-      num_towers: N.
+      num_towers: of this machine.
       seed: of the order.
       state: where training stands: `epoch` and `epoch_images`, int64 variables.
+      machine: which one this is, of `num_machines` with as many towers each.
 
     Returns:
       (pipeline, feeds): a `Pipeline`, and the dict for the initialisers' run.
@@ -213,15 +214,19 @@ def build(examples, batch_size, num_towers, seed, state):
       UserError: the data set is smaller than one step's images.
     """
     num_images = len(examples.images)
-    global_batch = batch_size * num_towers
-    _check_size(num_images, batch_size, num_towers)
+    own_batch = batch_size * num_towers  # of this machine
+    global_batch = own_batch * num_machines
+    _check_size(num_images, batch_size, num_towers * num_machines)
     with tf.device('/cpu:0'), tf.name_scope('input'):
         images, feed_images = hold(examples.images, 'images')
         labels, feed_labels = hold(examples.labels, 'labels')
         feeds = {**feed_images, **feed_labels}
 
-        index_queue, start = _build_index_queue(num_images, global_batch, seed, state)
-        steps = steps_per_enqueue(global_batch)
+        mine = slice(machine * own_batch, (machine + 1) * own_batch)
+        index_queue, start = _build_index_queue(
+            num_images, global_batch, mine, seed, state
+        )
+        steps = steps_per_enqueue(own_batch)
         rows = index_queue.dequeue_many(steps)  # [steps, N*B]
         rows = tf.reshape(rows, [-1, batch_size])  # [steps * N, B]
         batch_queue = tf.FIFOQueue(
@@ -244,9 +249,9 @@ def build(examples, batch_size, num_towers, seed, state):
     return pipeline, feeds
 
 
-def steps_per_enqueue(global_batch):
+def steps_per_enqueue(own_batch):
     """Returns how many steps' batches one run of the gathering thread moves."""
-    return min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // global_batch))
+    return min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // own_batch))
 
 
 def _check_size(num_images, batch_size, num_towers):
@@ -268,8 +273,11 @@ def _check_size(num_images, batch_size, num_towers):
         )
 
 
-def _build_index_queue(num_images, global_batch, seed, state):
-    """A queue of rows, int32 [N*B]; one run of its thread enqueues one epoch."""
+def _build_index_queue(num_images, global_batch, mine, seed, state):
+    """A queue of rows, int32 [N*B]; one run of its thread enqueues one epoch.
+
+    `mine` is the slice of each step's images that is this machine's.
+    """
 
     def local(name):
         return tf.Variable(
@@ -286,8 +294,9 @@ def _build_index_queue(num_images, global_batch, seed, state):
 
     order = epoch_order(num_images, seed, next_epoch + 0)[next_image + 0 :]
     steps = tf.size(order) // global_batch
-    rows = tf.reshape(order[: steps * global_batch], [steps, global_batch])
-    queue = tf.FIFOQueue(256, tf.int32, [[global_batch]], name='index_queue')
+    rows = tf.reshape(order[: steps * global_batch], [steps, global_batch])[:, mine]
+    own_batch = mine.stop - mine.start
+    queue = tf.FIFOQueue(256, tf.int32, [[own_batch]], name='index_queue')
     with tf.control_dependencies([queue.enqueue_many(rows)]):
         advance = tf.group(next_epoch.assign_add(1), next_image.assign(0))
     tf.train.add_queue_runner(tf.train.QueueRunner(queue, [advance]))

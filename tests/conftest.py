@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -159,6 +160,17 @@ def command(script, *argv, **options):
         **options,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def find_addresses(number):
+    """Returns so many addresses on loopback whose ports were free a moment ago."""
+    sockets = [socket.socket() for _ in range(number)]
+    for s in sockets:
+        s.bind(('127.0.0.1', 0))
+    found = ['127.0.0.1:%d' % s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return found
 
 
 def read_checkpoint(prefix):

@@ -12,6 +12,7 @@ import pytest
 
 import cluster
 from cluster import Machines
+from tests.conftest import find_addresses
 from utils import RunFailed, UserError
 
 
@@ -79,14 +80,8 @@ def test_a_mistake_in_tf_config_is_one_line(text, told):
 
 @pytest.fixture
 def addresses():
-    """Of three machines on loopback, their ports free a moment ago."""
-    sockets = [socket.socket() for _ in range(3)]
-    for s in sockets:
-        s.bind(('127.0.0.1', 0))
-    found = ['127.0.0.1:%d' % s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return found
+    """Of three machines on loopback."""
+    return find_addresses(3)
 
 
 class Machine(threading.Thread):

@@ -139,12 +139,22 @@ def tagged(num_images):
     )
 
 
-def read_steps(num_images, batch, num_towers, steps, seed=1, epoch=0, consumed=0):
+def read_steps(
+    num_images,
+    batch,
+    num_towers,
+    steps,
+    seed=1,
+    epoch=0,
+    consumed=0,
+    machine=0,
+    num_machines=1,
+):
     """What the towers read, by index: int array [steps, num_towers, batch]."""
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         state = training.create_state()
         pipeline, feeds = input_pipeline.build(
-            tagged(num_images), batch, num_towers, seed, state
+            tagged(num_images), batch, num_towers, seed, state, machine, num_machines
         )
         job = training.Job(state, None, None, None, pipeline, None, feeds)
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
@@ -229,6 +239,17 @@ def test_large_batches_keep_their_order_and_do_not_pile_up():
     input_pipeline.build(tagged(6000), 1500, 2, 0, training.create_state())
     batches = tf.get_default_graph().get_operation_by_name('input/batch_queue')
     assert batches.get_attr('capacity') == 4
+
+
+@pytest.mark.parametrize('machines, towers', [(2, 1), (2, 2), (3, 2)])
+def test_machines_read_what_the_towers_of_one_machine_read(machines, towers):
+    one = read_steps(100, 5, machines * towers, 6)
+    for machine in range(machines):
+        first = machine * towers
+        read = read_steps(100, 5, towers, 6, machine=machine, num_machines=machines)
+        assert (read == one[:, first : first + towers]).all()
+    with pytest.raises(UserError, match='5 per tower x 24 towers'):
+        read_steps(100, 5, 12, 1, machine=1, num_machines=2)
 
 
 def test_the_samples_are_what_the_first_towers_read_and_cost_no_image():
