@@ -67,7 +67,7 @@ def find(flags):
     config = records.read_config(model_dir)
     if not config:
         raise UserError('%s has no config.json: no run wrote it' % model_dir)
-    image_shape, num_classes = _read_data(model_dir, config)
+    image_shape, num_classes, border = _read_data(model_dir, config)
     prefix = _choose_checkpoint(model_dir, flags.checkpoint)
     name = str(config['flags'].get('model'))
     if name not in model.NETWORKS:
@@ -82,14 +82,14 @@ def find(flags):
         model.NETWORKS[name],
         num_classes,
         image_shape,
-        config['data'].get('border', 0),
+        border,
         config['flags'].get('data_dir'),
         tuple(config['threads']),
     )
 
 
 def _read_data(model_dir, config):
-    """Returns what config.json says of the data: (image_shape, num_classes)."""
+    """Returns what config.json says of the data: (image_shape, num_classes, border)."""
     data = config.get('data')
     data = data if isinstance(data, dict) else {}
     shape, num_classes = data.get('image_shape'), data.get('num_classes')
@@ -99,7 +99,8 @@ def _read_data(model_dir, config):
             '%s/config.json does not say what data the model is for: '
             '"image_shape" %r, "num_classes" %r' % (model_dir, shape, num_classes)
         )
-    return shape, num_classes
+    border = data.get('border')  # what older runs do not say is as in MNIST: dark
+    return shape, num_classes, border if isinstance(border, (int, float)) else 0
 
 
 def _newest_run():
