@@ -150,7 +150,7 @@ def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir, columns):
 def test_a_terminal_that_goes_away_ends_no_run(small_dir):
     leader, follower = pty.openpty()
     run = subprocess.Popen(
-        [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '12']
+        [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '4']
         + ['--data_dir', small_dir, '--model_dir', 'm', '--xla', 'off'],
         stdout=subprocess.PIPE,
         stderr=follower,
@@ -161,7 +161,7 @@ def test_a_terminal_that_goes_away_ends_no_run(small_dir):
     os.close(leader)
     run.communicate()
     assert run.returncode == 0
-    assert len(read_metrics('m')) == 12
+    assert len(read_metrics('m')) == 4
 
 
 def test_no_progress_means_no_bar(monkeypatch, main, flags):
