@@ -54,7 +54,12 @@ def build_job(flags, device, data):
         gradients = optimizer.compute_gradients(spec.loss)
         gradients, spec = training.check_finite(gradients, spec, tower=0)
     train_op = training.apply_gradients(
-        optimizer, gradients, learning_rate, [spec], state, pipeline.puts
+        optimizer,
+        gradients,
+        learning_rate,
+        training.sum_up([spec]),
+        state,
+        pipeline.puts,
     )
     evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
     feeds.update(more_feeds)

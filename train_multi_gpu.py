@@ -70,7 +70,7 @@ def build_job(flags, devices, data, build_input=input_pipeline.build):
         optimizer,
         gradients,
         learning_rate,
-        specs,
+        training.sum_up(specs),
         state,
         pipeline.puts,
     )

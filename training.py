@@ -33,6 +33,10 @@ State = collections.namedtuple(
     'State', 'global_step epoch epoch_images loss_sum correct best_acc'
 )
 
+# What a step adds to an epoch's sums. loss: float64 and correct: float32, scalars, over
+# the images of all towers. images: how many these are.
+Sums = collections.namedtuple('Sums', 'loss correct images')
+
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
 # over the towers. train_op: what `apply_gradients` returns. feeds: for the
 # initialisers.
@@ -106,7 +110,18 @@ def create_optimizer(name, learning_rate):
     }[name]()
 
 
-def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts=()):
+def sum_up(specs):
+    """Returns the `Sums` of one step's images over its towers."""
+    losses = tf.concat([spec.losses for spec in specs], axis=0)  # [towers * batch]
+    correct = tf.concat([spec.correct for spec in specs], axis=0)
+    return Sums(
+        tf.reduce_sum(tf.cast(losses, tf.float64)),
+        tf.reduce_sum(correct),
+        losses.shape.as_list()[0],
+    )
+
+
+def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=()):
     """Builds one step: one update, and the epoch's running sums.
 
     Call it outside every variable scope: slots take the scope as a prefix.
@@ -115,7 +130,7 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts
       optimizer: a `tf.train.Optimizer`.
       grads_and_vars: list of (gradient, variable), averaged over the towers.
       learning_rate: what the optimizer uses.
-      specs: the `ModelSpec` of each tower.
+      sums: what `sum_up` returned.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
 
@@ -123,27 +138,23 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, specs, state, puts
       train_op, which runs the step: float32 [3], the mean loss and the accuracy of
       its images, over all towers, and its learning rate.
     """
-    losses = tf.concat([spec.losses for spec in specs], axis=0)  # [towers * batch]
-    correct = tf.concat([spec.correct for spec in specs], axis=0)
-    loss_sum = tf.reduce_sum(tf.cast(losses, tf.float64))
-    num_correct = tf.cast(tf.reduce_sum(correct), tf.int64)
-    num_images = losses.shape.as_list()[0]
+    num_correct = tf.cast(sums.correct, tf.int64)
     metrics = tf.stack(
         [
-            tf.cast(loss_sum / num_images, tf.float32),
-            tf.reduce_sum(correct) / num_images,
+            tf.cast(sums.loss / sums.images, tf.float32),
+            sums.correct / sums.images,
             learning_rate,
         ]
     )
     gradients = [gradient for gradient, _ in grads_and_vars]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
-    read = gradients + [learning_rate, loss_sum, num_correct] + list(puts)
+    read = gradients + [learning_rate, sums.loss, num_correct] + list(puts)
     with tf.control_dependencies(read):
         update = tf.group(
             optimizer.apply_gradients(grads_and_vars, global_step=state.global_step),
-            state.epoch_images.assign_add(num_images),
-            state.loss_sum.assign_add(loss_sum),
+            state.epoch_images.assign_add(sums.images),
+            state.loss_sum.assign_add(sums.loss),
             state.correct.assign_add(num_correct),
         )
     with tf.control_dependencies([update]):

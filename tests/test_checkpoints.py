@@ -413,7 +413,11 @@ def test_a_nan_names_step_and_tower_and_updates_nothing():
         devices.towers, [[value] for value in values], build_tower, optimizer
     )
     step = training.apply_gradients(
-        optimizer, train_multi_gpu.average_gradients(grads), rate, specs, state
+        optimizer,
+        train_multi_gpu.average_gradients(grads),
+        rate,
+        training.sum_up(specs),
+        state,
     )
     with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())

@@ -57,7 +57,7 @@ def test_two_variable_model_follows_numpy_step_by_step(num_towers):
         optimizer,
         train_multi_gpu.average_gradients(tower_grads),
         learning_rate,
-        specs,
+        training.sum_up(specs),
         state,
     )
     losses, before = [], 0.0
