@@ -10,7 +10,6 @@ import platform
 import shlex
 import shutil
 import sys
-import tempfile
 
 import numpy as np
 
@@ -102,8 +101,7 @@ def _make_directories(path):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
                 made.insert(0, directory)
-        # Permission bits tell nothing of a read-only disk, nor anything to root.
-        os.rmdir(tempfile.mkdtemp(dir=path))
+        utils.check_writable(path)
     except OSError as error:
         for directory in made:
             os.rmdir(directory)

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 
+import utils
 from tf1 import quiet_stderr, tf, timeline
 from utils import log
 
@@ -35,31 +36,25 @@ def build(samples, grads_and_vars, histograms):
     """Builds what is more than a scalar; call it before the graph is finalized.
 
     Args:
-      samples: uint8 [n, height, width, channels], what the network trains on.
+      samples: uint8 [n, height, width, channels], what the network trains on, or None.
       grads_and_vars: list of (gradient, variable), averaged over the towers.
       histograms: whether there are to be any.
 
     Returns:
       `Summaries`.
     """
+    shown = gradients = weights = None
     with tf.device('/cpu:0'), tf.name_scope('summaries'):
         # TensorBoard's own limit: grey, colour, with an alpha channel.
-        shown = samples.shape.as_list()[3] in (1, 3, 4)
-        return Summaries(
-            samples=tf.raw_ops.ImageSummary(
+        if samples is not None and samples.shape.as_list()[3] in (1, 3, 4):
+            shown = tf.raw_ops.ImageSummary(
                 tag='samples', tensor=samples, max_images=samples.shape.as_list()[0]
             )
-            if shown
-            else None,
-            gradients=_histograms(
-                'gradients/', [(v, _values(g)) for g, v in grads_and_vars]
-            )
-            if histograms
-            else None,
-            weights=_histograms('weights/', [(v, v + 0) for _, v in grads_and_vars])
-            if histograms
-            else None,
-        )
+        if histograms:
+            values = [(v, _values(g)) for g, v in grads_and_vars]
+            gradients = _histograms('gradients/', values)
+            weights = _histograms('weights/', [(v, v + 0) for _, v in grads_and_vars])
+    return Summaries(shown, gradients, weights)
 
 
 def _values(gradient):
@@ -136,10 +131,12 @@ def _event_file(directory, first):
         remove_later_events(directory, first)
     except WRITE_ERRORS as error:
         log.error('%s: old events stay: %s', directory, _line(error))
-    yield write
-    if writer is not None:
-        with contextlib.suppress(*WRITE_ERRORS):
-            writer.close()
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            with contextlib.suppress(*WRITE_ERRORS):
+                writer.close()
 
 
 def _new_path(directory):
@@ -158,7 +155,7 @@ def _put(writer, step, **fields):
 
 def _line(error):
     # TensorFlow says "path; cause".
-    text = getattr(error, 'strerror', None) or str(error).partition('\n')[0]
+    text = getattr(error, 'strerror', None) or utils.find_cause(error)
     return text.rpartition('; ')[2]
 
 

@@ -227,7 +227,8 @@ def run(flags, devices, data, job, model_dir):
     """
     saver = checkpoints.create_saver()
     end_of_epoch = build_end_of_epoch(job.state)
-    summary = summaries.build(job.pipeline.samples, job.gradients, flags.histograms)
+    samples = job.pipeline.samples if flags.summary_steps else None
+    summary = summaries.build(samples, job.gradients, flags.histograms)
     initialise = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     runners = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
     close_queues = [runner.cancel_op for runner in runners]
@@ -267,12 +268,11 @@ def run(flags, devices, data, job, model_dir):
             special_steps,
         )
         stack.enter_context(queue_runners(session, find_stop))
-        if flags.trace is not None and flags.trace <= step:
+        trace = flags.trace and summaries.find_trace(model_dir, flags.trace)
+        if trace and flags.trace <= step:
             log.warning('--trace %d: that step is done already', flags.trace)
         train(flags, job, calls, model_dir)
-        if flags.trace and not os.path.exists(
-            summaries.find_trace(model_dir, flags.trace)
-        ):
+        if trace and flags.trace > step and not os.path.exists(trace):
             log.warning('--trace %d: this run had no such step', flags.trace)
 
 
