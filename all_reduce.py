@@ -6,13 +6,24 @@ waits for the others for ever.
 
 import collections
 
+from cluster import name_machine
 from tf1 import tf
 
 # One group of all machines; each op has an instance key of its own.
 GROUP_KEY = 1
+STEP_KEY, EVALUATION_KEY, FINGERPRINTS_KEY, BROADCAST_KEY = range(1, 5)
 
 
-def add_up(tensors, num_machines, key):
+def get_wish():
+    """Returns the graph's float32 scalar that is fed with `watch.Watch.wish`."""
+    if not tf.get_collection('wish'):
+        with tf.device('/cpu:0'):
+            wish = tf.placeholder_with_default(tf.constant(0.0), [], 'wish')
+        tf.add_to_collection('wish', wish)
+    return tf.get_collection('wish')[0]
+
+
+def add_up(tensors, machines, key):
     """Adds tensors up, element by element, over all machines.
 
     They travel as one vector: an all-reduce costs more than its bytes.
@@ -20,7 +31,7 @@ def add_up(tensors, num_machines, key):
     Args:
       tensors: list of dense tensors of one dtype (float32, float64 or int64) and of
         known shape, the same on every machine.
-      num_machines: how many.
+      machines: the `cluster.Machines`.
       key: an integer that no other call in the graph has.
 
     Returns:
@@ -30,7 +41,7 @@ def add_up(tensors, num_machines, key):
         packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
         total = tf.raw_ops.CollectiveReduce(
             input=packed,
-            group_size=num_machines,
+            group_size=len(machines.addresses),
             group_key=GROUP_KEY,
             instance_key=key,
             merge_op='Add',
@@ -42,39 +53,113 @@ def add_up(tensors, num_machines, key):
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
-def build_broadcast(variables, index, num_machines, key):
+def put_in_slot(tensor, machines):
+    """Returns [machines, ...]: the tensor in this machine's place, zeros elsewhere."""
+    before, after = machines.index, len(machines.addresses) - 1 - machines.index
+    paddings = [[before, after]] + [[0, 0]] * tensor.shape.ndims
+    with tf.device('/cpu:0'):
+        return tf.pad(tensor[tf.newaxis], paddings)
+
+
+def gather(tensors, machines, key):
+    """Returns each tensor as [machines, ...], that of every machine.
+
+    The arguments are `add_up`'s.
+    """
+    return add_up([put_in_slot(tensor, machines) for tensor in tensors], machines, key)
+
+
+# broadcast: op that gives all variables machine 0's values. fingerprints: int64
+# [machines, variables]. names: of these variables.
+Equality = collections.namedtuple('Equality', 'broadcast fingerprints names')
+
+
+def build_equality(variables, own, machines):
+    """Builds what makes all machines' variables equal, and what proves it.
+
+    Args:
+      variables: all that a checkpoint holds.
+      own: those of them that only machine 0 keeps right.
+      machines: the `cluster.Machines`.
+
+    Returns:
+      An `Equality`, None on one machine.
+    """
+    if len(machines.addresses) == 1:
+        return None
+    shared = [variable for variable in variables if variable not in own]
+    return Equality(
+        build_broadcast(variables, machines, BROADCAST_KEY),
+        build_fingerprints(shared, machines, FINGERPRINTS_KEY),
+        [variable.op.name for variable in shared],
+    )
+
+
+def build_broadcast(variables, machines, key):
     """Returns the op that gives the variables machine 0's values, bit for bit.
 
     Args:
-      variables: of float32, float64 or int64.
-      index: which machine this is.
-      num_machines: how many.
-      key: the first of as many integers as there are dtypes.
+      variables: of any type of numbers.
+      machines: the `cluster.Machines`.
+      key: the first of two integers.
     """
+    first = machines.index == 0
     by_dtype = collections.OrderedDict()
     for variable in variables:
-        by_dtype.setdefault(variable.dtype.base_dtype, []).append(variable)
+        # As integers, of which zero added changes none: minus zero would become zero.
+        bits = _to_bits(variable + 0 if first else tf.zeros_like(variable + 0))
+        by_dtype.setdefault(bits.dtype, []).append((variable, bits))
     assigns = []
-    for place, group in enumerate(by_dtype.values()):
-        # A value plus zeros is the value; minus zero is the exception, and equal.
-        values = [v + 0 if index == 0 else tf.zeros(v.shape, v.dtype) for v in group]
-        sums = add_up(values, num_machines, key + place)
-        assigns += [variable.assign(total) for variable, total in zip(group, sums)]
+    for place, pairs in enumerate(by_dtype.values()):
+        totals = add_up([bits for _, bits in pairs], machines, key + place)
+        for (variable, _), total in zip(pairs, totals):
+            assigns.append(
+                variable.assign(_from_bits(total, variable.dtype.base_dtype))
+            )
     return tf.group(*assigns)
 
 
-def build_fingerprints(variables, index, num_machines, key):
-    """Returns int64 [machines]: a hash of each machine's variables.
+def _to_bits(value):
+    """Returns a tensor's bits as int32, or int64 where that has no room for them."""
+    dtype = value.dtype
+    if dtype.is_floating:
+        integers = {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]
+        value = tf.bitcast(value, integers)
+    return tf.cast(value, tf.int64 if dtype.size == 8 else tf.int32)
 
-    Equal variables have equal hashes on every machine.
-    """
-    own = tf.constant(0, tf.int64)
-    for place, variable in enumerate(variables, start=1):
-        value = tf.reshape(variable + 0, [-1])
-        kind = {4: tf.int32, 8: tf.int64}[value.dtype.size]
-        bits = tf.cast(tf.bitcast(value, kind), tf.int64)
+
+def _from_bits(bits, dtype):
+    if not dtype.is_floating:
+        return tf.cast(bits, dtype)
+    integers = {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]
+    return tf.bitcast(tf.cast(bits, integers), dtype)
+
+
+def build_fingerprints(variables, machines, key):
+    """Returns int64 [machines, variables]: a hash of each variable of each machine."""
+    hashes = []
+    for variable in variables:
+        bits = tf.cast(tf.reshape(_to_bits(variable + 0), [-1]), tf.int64)
         # Odd factors, so that neither an exchange nor any one bit goes unseen.
-        factors = 2 * tf.range(value.shape.num_elements(), dtype=tf.int64) + 1
-        own += (2 * place + 1) * tf.reduce_sum(bits * factors)
-    slots = own * tf.one_hot(index, num_machines, dtype=tf.int64)
-    return add_up([slots], num_machines, key)[0]
+        factors = 2 * tf.range(bits.shape.num_elements(), dtype=tf.int64) + 1
+        hashes.append(tf.reduce_sum(bits * factors))
+    return gather([tf.stack(hashes)], machines, key)[0]
+
+
+def find_difference(fingerprints, names, machines):
+    """Returns a line that says which machine holds other values of what, or None.
+
+    Args:
+      fingerprints: int64 [machines, variables].
+      names: of the variables.
+      machines: the `cluster.Machines`.
+    """
+    for index, own in enumerate(fingerprints):
+        differing = [n for n, a, b in zip(names, own, fingerprints[0]) if a != b]
+        if differing:
+            return '%s holds other values than machine 0 of %s%s' % (
+                name_machine(machines, index),
+                ', '.join(differing[:3]),
+                ' and %d more' % (len(differing) - 3) if len(differing) > 3 else '',
+            )
+    return None

@@ -10,15 +10,16 @@ import tempfile
 import time
 
 import benchmark_rounds
-import checkpoints
 import command_line
 import input_pipeline
+import keeper
 import model
 import screen
 import summaries
 import train_multi_gpu
 import training
 import utils
+from cluster import ONE
 from tf1 import tf
 
 # In a round the loop and its limit take turns this often: what else the machine does
@@ -93,9 +94,7 @@ def prepare(argument):
         def measure():
             rates = []
             with screen.open_bar(flags, 0, SLICES * steps) as bar:
-                between = training.make_between(
-                    flags, loop, bar, 0, SLICES * steps, None
-                )
+                between = training.make_between(flags, loop, bar, 0, SLICES * steps)
                 for before in range(0, SLICES * steps, steps):
                     rate = take(
                         loop.step,
@@ -108,7 +107,9 @@ def prepare(argument):
         yield ready, measure
 
 
-def _open_job(stack, devices, threads, data, flags, build_input, events=None):
+def _open_job(
+    stack, devices, threads, data, flags, build_input, events=summaries.NO_EVENTS
+):
     """Builds a job and feeds its queues until the stack ends.
 
     Returns:
@@ -116,10 +117,11 @@ def _open_job(stack, devices, threads, data, flags, build_input, events=None):
       seconds it waited for input (and None).
     """
     with tf.Graph().as_default(), tf.device('/cpu:0'):
-        job = train_multi_gpu.build_job(flags, devices.towers, data, build_input)
+        job = train_multi_gpu.build_job(
+            flags, devices.towers, data, build_input=build_input
+        )
         waited = tf.get_collection('waited') or [build_timed_puts(job)]
         end_of_epoch = training.build_end_of_epoch(job.state)
-        saver = checkpoints.create_saver()
         xla = utils.use_xla(flags.xla, devices.towers)
         session = stack.enter_context(utils.open_session(devices, threads, xla))
         session.run(
@@ -128,15 +130,14 @@ def _open_job(stack, devices, threads, data, flags, build_input, events=None):
         )
         session.run(job.pipeline.start)
         stack.enter_context(training.queue_runners(session))
-        calls = training.make_calls(
-            session, saver, job, end_of_epoch, flags.keep, lambda: None, events, None
-        )
+        kept = keeper.NOTHING._replace(events=events)
+        calls = training.make_calls(session, job, end_of_epoch, lambda: None, kept)
         calls.prefill()
         return calls, session.make_callable([waited[0], job.train_op])
 
 
 def build_constant_input(
-    devices, examples, batch_size, num_towers, seed=None, state=None
+    devices, examples, batch_size, num_towers, seed=None, state=None, machines=ONE
 ):
     """In place of `input_pipeline.build`: each tower has one batch, on its device.
 
@@ -161,7 +162,7 @@ def build_constant_input(
         puts=[],
         samples=None,
         num_images=len(examples.labels),
-        global_batch=batch_size * num_towers,
+        global_batch=batch_size * num_towers * len(machines.addresses),
     )
     return pipeline, {}
 

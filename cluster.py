@@ -1,11 +1,8 @@
-"""Several machines: which they are, how they meet, and how one learns another is gone.
+"""Several machines: which they are, and how they meet.
 
 Each machine has one port, the one TF_CONFIG gives it. While the machines meet, machine
 0 listens there itself; the others connect to it, and the connections stay open for
-heartbeats. After that the port is TensorFlow's.
-
-Nothing that comes over a connection is trusted: messages are JSON of a bounded size,
-and whoever does not speak them in time is dropped.
+heartbeats (watch.py). After that the port is TensorFlow's.
 """
 
 import collections
@@ -15,36 +12,31 @@ import os
 import queue
 import select
 import socket
-import struct
 import threading
 import time
 
-import utils
+from messages import receive, send
 from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
 
-# Before each message, so that a stranger is known at once.
-MAGIC = b'TWRS'
-MAX_BYTES = 1 << 16
 # Seconds that a connection has to say who it is.
 HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
-BEAT_SECONDS = 1.0
-# A machine that has not been heard for so long is gone.
-SILENCE_SECONDS = 15.0
 TELL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 
 # addresses: 'host:port' of every machine, in the order of their indices. index: which
 # of them this is.
 Machines = collections.namedtuple('Machines', 'addresses index')
+# Without TF_CONFIG.
+ONE = Machines(['localhost'], 0)
 
 
 # TF_CONFIG
 
 
 def read_machines(text):
-    """Returns the `Machines` that TF_CONFIG names, None if it is one machine.
+    """Returns the `Machines` that TF_CONFIG names, `ONE` if it is one machine.
 
     Args:
       text: the variable's value, or None.
@@ -59,7 +51,7 @@ def read_machines(text):
     except ValueError as error:
         raise _mistake('is no JSON: %s' % error) from None
     if config == {}:
-        return None
+        return ONE
     if not isinstance(config, dict) or not isinstance(config.get('cluster'), dict):
         raise _mistake('has no "cluster"')
     task = config.get('task')
@@ -93,7 +85,7 @@ def read_machines(text):
     if twice:
         raise _mistake('names %s twice' % twice[0])
     if len(addresses) == 1:
-        return None
+        return ONE
     return Machines(addresses, index if kind == 'chief' else index + len(chiefs))
 
 
@@ -111,56 +103,6 @@ def _is_address(value):
 def name_machine(machines, index):
     """Returns 'machine 1 (host:port)'."""
     return 'machine %d (%s)' % (index, machines.addresses[index])
-
-
-# Messages
-
-
-def send(connection, **message):
-    """Sends a message; raises OSError."""
-    data = json.dumps(message).encode()
-    if len(data) > MAX_BYTES:
-        raise ValueError('a message of %d bytes' % len(data))
-    connection.sendall(MAGIC + struct.pack('>I', len(data)) + data)
-
-
-def receive(connection, seconds):
-    """Returns the next message, a dict.
-
-    Args:
-      connection: a socket.
-      seconds: how long the whole message may take.
-
-    Raises:
-      OSError: the connection is broken, or nothing came in time.
-      ValueError: it is not one of ours.
-    """
-    deadline = time.monotonic() + seconds
-    head = _receive_bytes(connection, len(MAGIC) + 4, deadline)
-    (size,) = struct.unpack('>I', head[len(MAGIC) :])
-    if head[: len(MAGIC)] != MAGIC or size > MAX_BYTES:
-        raise ValueError('not one of our messages')
-    try:
-        message = json.loads(_receive_bytes(connection, size, deadline).decode())
-    except RecursionError:  # brackets without end
-        message = None
-    if not isinstance(message, dict):
-        raise ValueError('not one of our messages')
-    return message
-
-
-def _receive_bytes(connection, size, deadline):
-    data = b''
-    while len(data) < size:
-        # Not by the socket's own limit, which another thread's send goes by.
-        left = max(0, deadline - time.monotonic())
-        if not select.select([connection], [], [], left)[0]:
-            raise socket.timeout('nothing came for too long')
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError('its connection is closed')
-        data += part
-    return data
 
 
 # How the machines meet
@@ -188,17 +130,18 @@ def bind(machines):
     return listener
 
 
-def meet(machines, facts, start_timeout):
+def meet(machines, facts, start_timeout, news=None):
     """Waits until all machines are there, and refuses if they differ.
 
     Args:
       machines: the `Machines`.
       facts: {name: value} that must be equal everywhere, of JSON's types.
       start_timeout: seconds to wait at most.
+      news: what machine 0 tells the others, of JSON's types.
 
     Returns:
-      {index: connection}: machine 0's to each other one, and the others' to machine 0.
-      The own port is free again.
+      (connections, news): {index: connection}, machine 0's to each other one and the
+      others' to machine 0; and machine 0's news. The own port is free again.
 
     Raises:
       UserError: the port is taken, or another machine has other facts. All are told.
@@ -207,11 +150,12 @@ def meet(machines, facts, start_timeout):
     deadline = time.monotonic() + start_timeout
     with contextlib.closing(bind(machines)) as listener:
         if machines.index == 0:
-            return _gather(machines, facts, listener, deadline)
-    return {0: _report(machines, facts, deadline)}
+            return _gather(machines, facts, listener, deadline, news), news
+        connection, news = _report(machines, facts, deadline)
+        return {0: connection}, news
 
 
-def _gather(machines, facts, listener, deadline):
+def _gather(machines, facts, listener, deadline, news):
     """Machine 0's part of `meet`."""
     found, hellos = {}, queue.Queue()
     greeting = threading.Semaphore(MAX_STRANGERS)
@@ -244,11 +188,11 @@ def _gather(machines, facts, listener, deadline):
             _tell(found, waiting=names)
             tell_at = now + TELL_SECONDS
     for index, (_, theirs) in sorted(found.items()):
-        difference = find_difference(machines, index, theirs, facts)
+        difference = _compare(machines, index, theirs, facts)
         if difference:
             _tell(found, mistake=difference)
             raise UserError(difference)
-    _tell(found, met=True)
+    _tell(found, met=news)
     return {index: connection for index, (connection, _) in found.items()}
 
 
@@ -291,7 +235,7 @@ def _tell(found, **message):
             send(connection, **message)
 
 
-def find_difference(machines, index, theirs, ours):
+def _compare(machines, index, theirs, ours):
     """Returns a line that says what another machine has otherwise, or None."""
     for name in sorted(set(theirs) | set(ours)):
         if theirs.get(name) != ours.get(name):
@@ -322,14 +266,14 @@ def _report(machines, facts, deadline):
 
 
 def _introduce(connection, machines, facts, deadline):
-    """Says hello to machine 0 and waits for its answer; returns the connection."""
+    """Says hello to machine 0; returns the connection and its news."""
     try:
         send(connection, index=machines.index, facts=facts)
         while True:
             # Machine 0 gives up first, and says who is missing.
             answer = receive(connection, deadline + HELLO_SECONDS - time.monotonic())
             if 'met' in answer:
-                return connection
+                return connection, answer['met']
             if 'mistake' in answer:
                 raise UserError(str(answer['mistake']))
             if 'failed' in answer:
@@ -340,7 +284,7 @@ def _introduce(connection, machines, facts, deadline):
         raise
 
 
-def go_together(machines, connections, start_timeout):
+def _go_together(machines, connections, start_timeout):
     """Waits until every machine has come so far, each having called this.
 
     Raises:
@@ -370,15 +314,20 @@ def _expect(connection, name, seconds):
         raise ValueError(message.get('failed') or 'it said something else')
 
 
-def start_server(machines, config):
+def start_server(machines, connections, start_timeout, config):
     """Starts TensorFlow's server on this machine's port; returns a session's target.
 
     It may be called once in a process: servers can't be stopped.
 
     Args:
       machines: the `Machines`.
+      connections: what `meet` returned.
+      start_timeout: seconds to wait for the others' servers at most.
       config: the `tf.ConfigProto` that the session must have, too. It is given who
         leads the all-reduce, and what lets a session start without the others.
+
+    Raises:
+      RunFailed: the port was taken meanwhile, or another machine is gone.
     """
     config.experimental.collective_group_leader = '/job:worker/replica:0/task:0'
     config.device_filters.append('/job:worker/task:%d' % machines.index)
@@ -387,102 +336,16 @@ def start_server(machines, config):
         # TensorFlow's channels would otherwise go through a web proxy.
         listed = [host for host in os.environ.get(name, '').split(',') if host]
         os.environ[name] = ','.join(listed + sorted(hosts - set(listed)))
-    with quiet_stderr():
-        server = tf.train.Server(
-            tf.train.ClusterSpec({'worker': machines.addresses}),
-            job_name='worker',
-            task_index=machines.index,
-            config=config,
-        )
+    try:
+        with quiet_stderr():
+            server = tf.train.Server(
+                tf.train.ClusterSpec({'worker': machines.addresses}),
+                job_name='worker',
+                task_index=machines.index,
+                config=config,
+            )
+    except tf.errors.UnknownError as error:
+        bind(machines).close()  # says so if the port has been taken
+        raise RunFailed("TensorFlow's server: %s" % error) from None
+    _go_together(machines, connections, start_timeout)
     return server.target
-
-
-# While they run
-
-
-class Watch:
-    """Ends this process when another machine is gone or a step does not end.
-
-    A machine inside an all-reduce waits for the others for ever on TensorFlow 1.15, so
-    threads of this class watch, and none of them needs the main thread.
-    """
-
-    def __init__(self, machines, connections, step_timeout, end=utils.leave):
-        """Starts to watch.
-
-        Args:
-          machines: the `Machines`.
-          connections: what `meet` returned.
-          step_timeout: seconds a step may take, the first of this process aside.
-          end: (error) ends the process.
-        """
-        self._machines = machines
-        self._connections = connections
-        self._step_timeout = step_timeout
-        self._end = end
-        self._sending = {index: threading.Lock() for index in connections}
-        self._steps = dict.fromkeys(range(len(machines.addresses)), 0)
-        self._step_began = None
-        self._done = set()
-        self._closed = threading.Event()
-        for index in connections:
-            self._start(self._listen, index)
-        self._start(self._beat)
-
-    def _start(self, function, *args):
-        threading.Thread(target=function, args=args, daemon=True).start()
-
-    @contextlib.contextmanager
-    def step(self):
-        """Around each step: it must end in time."""
-        self._step_began = time.monotonic()
-        yield
-        self._step_began = None
-        self._steps[self._machines.index] += 1
-
-    def close(self, failed=None):
-        """Takes leave of the other machines; with a reason, they end for it."""
-        self._closed.set()
-        for index in self._connections:
-            self._send(index, **({'failed': failed} if failed else {'bye': True}))
-
-    def _send(self, index, **message):
-        connection = self._connections[index]
-        with contextlib.suppress(OSError), self._sending[index]:
-            send(connection, **message)
-
-    def _beat(self):
-        while not self._closed.wait(BEAT_SECONDS):
-            for index in self._connections:
-                self._send(index, step=self._steps[self._machines.index])
-            began = self._step_began
-            late = began and time.monotonic() - began > self._step_timeout
-            if late and self._steps[self._machines.index]:
-                behind = min(self._steps, key=self._steps.get)
-                self._fail(
-                    'a step did not end within %g s; %s is the furthest behind'
-                    % (self._step_timeout, name_machine(self._machines, behind))
-                )
-
-    def _listen(self, index):
-        while True:
-            try:
-                message = receive(self._connections[index], SILENCE_SECONDS)
-            except (OSError, ValueError) as error:
-                if index not in self._done and not self._closed.is_set():
-                    name = name_machine(self._machines, index)
-                    self._fail('%s is gone: %s' % (name, error))
-                return
-            if 'failed' in message:
-                self._fail(str(message['failed']))
-                return
-            if 'bye' in message:
-                self._done.add(index)
-                return
-            if isinstance(message.get('step'), int):
-                self._steps[index] = message['step']
-
-    def _fail(self, reason):
-        if not self._closed.is_set():
-            self.close(failed=reason)
-            self._end(RunFailed(reason))

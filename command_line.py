@@ -27,6 +27,8 @@ def parse(description, networks, towers, argv=None):
     _add_saving(parser.add_argument_group('saving and stopping'))
     _add_training(parser.add_argument_group('model and training'), networks)
     _add_devices(parser.add_argument_group('devices'), towers)
+    if towers:
+        _add_machines(parser.add_argument_group('several machines, as TF_CONFIG says'))
     _add_records(parser.add_argument_group('TensorBoard and trace'))
     _add_screen(parser.add_argument_group('screen'))
     flags = parser.parse_args(argv)
@@ -236,6 +238,23 @@ def _add_devices(group, towers):
         type=number(int, 2, 4096),
         help='threads for ops side by side (default: what was fastest, or what the '
         'continued run had)',
+    )
+
+
+def _add_machines(group):
+    group.add_argument(
+        '--start_timeout',
+        type=number(float, 0, 1e6, above=True),
+        default=600,
+        help='seconds to wait for the other machines, and for the first step '
+        '(default: 600)',
+    )
+    group.add_argument(
+        '--step_timeout',
+        type=number(float, 0, 1e6, above=True),
+        default=120,
+        help='end all machines where a later step, an evaluation or a save takes more '
+        'seconds (default: 120)',
     )
 
 

@@ -4,18 +4,23 @@ import collections
 
 import numpy as np
 
+import all_reduce
 import input_pipeline
 import utils
+from cluster import ONE
 from tf1 import tf
 
 BATCH = 250  # images per tower and run
 
 # start: int32 scalar placeholder, the first row. losses: float32, predictions: int64,
-# both [towers * batch], for the rows from `start` on (the last row repeats).
-Evaluation = collections.namedtuple('Evaluation', 'start losses predictions labels')
+# both [towers * batch], for the rows from `start` on (the last row repeats), over the
+# towers of all machines. wishes: float32 [machines], see `Watch.hear`; None on one.
+Evaluation = collections.namedtuple(
+    'Evaluation', 'start losses predictions labels wishes'
+)
 
 
-def build(examples, devices, build_model, batch_size=BATCH, reuse=True):
+def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines=ONE):
     """Builds the towers that evaluate.
 
     Args:
@@ -24,6 +29,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True):
       build_model: (images, labels) -> `ModelSpec`, without dropout.
       batch_size: images per tower and run.
       reuse: whether the model's variables exist; else the first tower creates them.
+      machines: `cluster.Machines`, with as many towers each.
 
     Returns:
       (evaluation, feeds): an `Evaluation`, and the dict for the initialisers' run.
@@ -34,32 +40,45 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True):
             labels, feed_labels = input_pipeline.hold(examples.labels, 'labels')
             start = tf.placeholder(tf.int32, [], 'start')
         specs = []
-        for tower, device in enumerate(devices):
+        for own, device in enumerate(devices):
+            tower = machines.index * len(devices) + own
             with tf.device('/cpu:0'):
                 rows = tf.range(batch_size) + (start + tower * batch_size)
                 rows = tf.minimum(rows, len(examples.labels) - 1)
                 batch = tf.gather(images, rows), tf.gather(labels, rows)
-            with utils.on_tower(device, reuse or tower > 0):
+            with utils.on_tower(device, reuse or own > 0):
                 specs.append(build_model(*batch))
         with tf.device('/cpu:0'):
             losses = tf.concat([spec.losses for spec in specs], axis=0)
             predictions = tf.concat([spec.predictions for spec in specs], axis=0)
-    evaluation = Evaluation(start, losses, predictions, examples.labels)
+        wishes = None
+        if machines != ONE:
+            losses, predictions, wishes = _gather(losses, predictions, machines)
+    evaluation = Evaluation(start, losses, predictions, examples.labels, wishes)
     return evaluation, {**feed_images, **feed_labels}
 
 
-def make_predict(session, evaluation, find_stop=lambda: None):
+def _gather(losses, predictions, machines):
+    """Returns (losses, predictions, wishes), those of all machines in their order."""
+    own = [losses, tf.cast(predictions, tf.float32), all_reduce.get_wish()]
+    losses, predictions, wishes = all_reduce.gather(
+        own, machines, all_reduce.EVALUATION_KEY
+    )
+    predictions = tf.cast(tf.reshape(predictions, [-1]), tf.int64)
+    return tf.reshape(losses, [-1]), predictions, wishes
+
+
+def make_predict(session, evaluation, find_stop=lambda: None, watch=None):
     """Returns a function () -> (losses, predictions) of all examples, in their order.
 
     Args:
       session: where the variables are.
       evaluation: an `Evaluation`.
       find_stop: () -> a `RunStopped` that ends the evaluation, or None.
+      watch: of several machines, the `watch.Watch`.
     """
     labels = evaluation.labels
-    read = session.make_callable(
-        [evaluation.losses, evaluation.predictions], feed_list=[evaluation.start]
-    )
+    read = _make_read(session, evaluation, watch)
     rows = evaluation.losses.shape.as_list()[0]
 
     def predict():
@@ -72,12 +91,29 @@ def make_predict(session, evaluation, find_stop=lambda: None):
     return predict
 
 
-def make_evaluate(session, evaluation, find_stop=lambda: None):
+def _make_read(session, evaluation, watch):
+    """Returns a function (start) -> (losses, predictions) of one run."""
+    found = [evaluation.losses, evaluation.predictions]
+    if watch is None:
+        return session.make_callable(found, [evaluation.start])
+    run = session.make_callable(
+        found + [evaluation.wishes], [evaluation.start, all_reduce.get_wish()]
+    )
+
+    def read(start):
+        *found, wishes = run(start, watch.wish())
+        utils.raise_if(watch.hear(wishes))
+        return found
+
+    return read
+
+
+def make_evaluate(session, evaluation, find_stop=lambda: None, watch=None):
     """Returns a function () -> (mean loss, accuracy) over all examples, floats.
 
     The arguments are `make_predict`'s.
     """
-    predict = make_predict(session, evaluation, find_stop)
+    predict = make_predict(session, evaluation, find_stop, watch)
 
     def evaluate():
         losses, predictions = predict()

@@ -17,6 +17,7 @@ import zlib
 
 import numpy as np
 
+from cluster import ONE
 from tf1 import tf
 from utils import UserError
 
@@ -192,7 +193,7 @@ def hold(array, name):
     return variable, {value: array}
 
 
-def build(examples, batch_size, num_towers, seed, state, machine=0, num_machines=1):
+def build(examples, batch_size, num_towers, seed, state, machines=ONE):
     """Builds the queues that feed the towers, one element per tower and step.
 
     Step s of an epoch takes images s*N*B to (s+1)*N*B of the epoch's permutation,
@@ -205,7 +206,7 @@ def build(examples, batch_size, num_towers, seed, state, machine=0, num_machines
       num_towers: of this machine.
       seed: of the order.
       state: where training stands: `epoch` and `epoch_images`, int64 variables.
-      machine: which one this is, of `num_machines` with as many towers each.
+      machines: `cluster.Machines`, with as many towers each.
 
     Returns:
       (pipeline, feeds): a `Pipeline`, and the dict for the initialisers' run.
@@ -215,14 +216,14 @@ def build(examples, batch_size, num_towers, seed, state, machine=0, num_machines
     """
     num_images = len(examples.images)
     own_batch = batch_size * num_towers  # of this machine
-    global_batch = own_batch * num_machines
-    _check_size(num_images, batch_size, num_towers * num_machines)
+    global_batch = own_batch * len(machines.addresses)
+    _check_size(num_images, batch_size, num_towers * len(machines.addresses))
     with tf.device('/cpu:0'), tf.name_scope('input'):
         images, feed_images = hold(examples.images, 'images')
         labels, feed_labels = hold(examples.labels, 'labels')
         feeds = {**feed_images, **feed_labels}
 
-        mine = slice(machine * own_batch, (machine + 1) * own_batch)
+        mine = slice(machines.index * own_batch, (machines.index + 1) * own_batch)
         index_queue, start = _build_index_queue(
             num_images, global_batch, mine, seed, state
         )

@@ -10,10 +10,12 @@ import platform
 import shlex
 import shutil
 import sys
+import zlib
 
 import numpy as np
 
 import utils
+from cluster import ONE
 from tf1 import tf
 from utils import UserError, log
 
@@ -35,29 +37,37 @@ PASSING_FLAGS = {
     'summary_steps',
     'trace',
     'variable_device',
+    'start_timeout',
+    'step_timeout',
     'verbose',
 }
+# Flags that machines may have each for itself; towers are compared as devices.
+OWN_FLAGS = {'data_dir', 'gpus', 'model_dir', 'no_progress', 'num_gpus', 'verbose'}
 
 
 @contextlib.contextmanager
-def claim_model_dir(flags, towers):
+def claim_model_dir(flags, towers, machines=ONE):
     """Makes the run's directory and keeps other runs out of it inside the block.
 
     A directory that is still empty at the end of the block is removed again.
 
     Args:
       flags: what `command_line.parse` returned.
-      towers: how many; part of a new directory's name.
+      towers: how many on each machine; part of a new directory's name.
+      machines: `cluster.Machines`; only the first has a directory.
 
     Yields:
-      Its path.
+      Its path, or None.
 
     Raises:
       UserError: `--model_dir` can't be written, is in use by another run, or belongs
         to a run with other variables.
     """
+    if machines.index > 0:
+        yield None
+        return
     if flags.model_dir is None:
-        model_dir, made = _make_new(flags, towers)
+        model_dir, made = _make_new(flags, towers * len(machines.addresses))
     else:
         model_dir, made = flags.model_dir, _make_directories(flags.model_dir)
     directory = None
@@ -209,13 +219,14 @@ def write_whole(path, text):
 # config.json
 
 
-def describe(flags, devices, data, threads):
+def describe(flags, devices, data, threads, machines=ONE):
     """Returns what config.json says of a run."""
     return {
         'command': ' '.join(map(shlex.quote, [sys.executable] + sys.argv)),
         # Whoever uses the run may stand elsewhere.
         'flags': dict(vars(flags), data_dir=os.path.abspath(flags.data_dir)),
         'devices': {'towers': devices.towers, 'gpus': devices.gpus},
+        'machines': machines.addresses,
         'threads': list(threads),
         'data': describe_data(data),
         'versions': {
@@ -243,10 +254,34 @@ def describe_data(data):
     }
 
 
+def describe_facts(flags, devices, data):
+    """Returns what must be equal on all machines, {name: JSON's types}."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    # Not by getattr, which makes TensorFlow's lazy modules import what they stand for.
+    paths = [vars(m).get('__file__') for m in list(sys.modules.values()) if m]
+    sources = {os.path.abspath(path) for path in paths if path}
+    facts = {'--' + k: v for k, v in vars(flags).items() if k not in OWN_FLAGS}
+    for directory, name in map(os.path.split, sources):
+        if directory == here:
+            with open(os.path.join(here, name), 'rb') as file:
+                facts[name] = _checksum(file.read())
+    for name, examples in (('training', data.train), ('validation', data.valid)):
+        facts[name + ' data'] = _checksum(*examples)
+    facts.update(towers=' '.join(devices.towers), TensorFlow=tf.version.VERSION)
+    return facts
+
+
+def _checksum(*parts):
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return 'with checksum %08x' % checksum
+
+
 def continuing_command(model_dir):
     """Returns the command line that goes on with this run."""
     words = [_python()] + sys.argv
-    if '--model_dir' not in ' '.join(words):
+    if model_dir and '--model_dir' not in ' '.join(words):
         words += ['--model_dir', model_dir]
     return ' '.join(map(shlex.quote, words))
 
@@ -265,11 +300,13 @@ def _python():
 
 
 def read_config(model_dir):
-    """Returns the dict in `model_dir`'s config.json, {} if there is none yet.
+    """Returns the dict in `model_dir`'s config.json, {} if there is none (yet).
 
     Raises:
       UserError: the file can't be read as JSON.
     """
+    if model_dir is None:
+        return {}
     path = os.path.join(model_dir, 'config.json')
     try:
         with open(path, encoding='utf-8') as file:

@@ -6,6 +6,7 @@ import sys
 from tqdm import tqdm
 
 import checkpoints
+import cluster
 import records
 import utils
 from tf1 import tf
@@ -19,7 +20,8 @@ def introduce(flags, config, restored, model_dir):
     """Says in a few lines what will be trained, on what, and where results go."""
     towers = config['devices']['towers']
     data = config['data']
-    global_batch = flags.batch_size * len(towers)
+    machines = config['machines']
+    global_batch = flags.batch_size * len(towers) * len(machines)
     steps, rest = divmod(data['train_images'], global_batch)
     warn_without_gpu(flags.device, utils.Devices(**config['devices']), 'training')
     log.info(
@@ -34,10 +36,13 @@ def introduce(flags, config, restored, model_dir):
         os.path.relpath(flags.data_dir),
     )
     log.info('TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers))
+    if len(machines) > 1:
+        log.info('on each of %d machines: %s', len(machines), ' '.join(machines))
     log.info(
-        'batch %d per tower x %s = %d; %d steps per epoch of %d images%s',
+        'batch %d per tower x %s%s = %d; %d steps per epoch of %d images%s',
         flags.batch_size,
         utils.count(len(towers), 'tower'),
+        ' x %d machines' % len(machines) if len(machines) > 1 else '',
         global_batch,
         steps,
         data['train_images'],
@@ -55,6 +60,25 @@ def introduce(flags, config, restored, model_dir):
     log.info('results go to %s', model_dir)
     if restored:
         log.info('continues from %s', restored)
+
+
+def introduce_other(flags, devices, machines):
+    """Says in one line what a machine that keeps nothing does."""
+    warn_without_gpu(flags.device, devices, 'training')
+    log.info(
+        '%s: TensorFlow %s on %s; %s saves and prints',
+        cluster.name_machine(machines, machines.index),
+        tf.version.VERSION,
+        ' '.join(devices.towers),
+        cluster.name_machine(machines, 0),
+    )
+
+
+def leave(error):
+    """Ends the process from any thread, a line below the bar if there is one."""
+    for bar in list(getattr(tqdm, '_instances', ())):
+        bar.close()
+    utils.leave(error)
 
 
 def warn_without_gpu(asked, devices, doing):

@@ -28,12 +28,19 @@ def find_stop(deadline=None):
     Args:
       deadline: seconds on `time.monotonic`'s clock, or None.
     """
+    status = None
     if _received:
-        name = signal.Signals(_received[0]).name
-        return RunStopped('stopped by %s' % name, 128 + _received[0])
-    if deadline is not None and time.monotonic() >= deadline:
-        return RunStopped('--max_minutes is nearly over', 0)
-    return None
+        status = 128 + _received[0]
+    elif deadline is not None and time.monotonic() >= deadline:
+        status = 0
+    return None if status is None else RunStopped(explain(status), status)
+
+
+def explain(status):
+    """Returns why a run was stopped that ends with this status."""
+    if status == 0:
+        return '--max_minutes is nearly over'
+    return 'stopped by %s' % signal.Signals(status - 128).name
 
 
 def find_deadline(max_minutes):

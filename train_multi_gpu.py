@@ -2,8 +2,11 @@
 
 import functools
 import itertools
+import os
 import sys
 
+import all_reduce
+import cluster
 import command_line
 import evaluation
 import gradient_packs
@@ -18,21 +21,24 @@ from utils import log
 
 def main():
     flags = command_line.parse(__doc__, model.NETWORKS, towers=True)
+    machines = cluster.read_machines(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
-    with records.claim_model_dir(flags, len(devices.towers)) as model_dir:
+    with records.claim_model_dir(flags, len(devices.towers), machines) as model_dir:
         data = input_pipeline.load(flags.data_dir)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
-            job = build_job(flags, devices.towers, data)
-            training.run(flags, devices, data, job, model_dir)
+            job = build_job(flags, devices.towers, data, machines)
+            training.run(flags, devices, data, job, model_dir, machines)
 
 
-def build_job(flags, devices, data, build_input=input_pipeline.build):
+def build_job(
+    flags, devices, data, machines=cluster.ONE, build_input=input_pipeline.build
+):
     """Builds the whole graph, a tower per device; returns it as a `training.Job`."""
     tf.set_random_seed(flags.seed)
     state = training.create_state()
     pipeline, feeds = build_input(
-        data.train, flags.batch_size, len(devices), flags.seed, state
+        data.train, flags.batch_size, len(devices), flags.seed, state, machines
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, devices)
@@ -43,8 +49,9 @@ def build_job(flags, devices, data, build_input=input_pipeline.build):
     )
 
     def build_tower(tower, images, labels):
+        number = machines.index * len(devices) + tower  # among those of all machines
         dropout = model.dropout_layers(
-            flags.dropout, flags.seed, tower, state.global_step
+            flags.dropout, flags.seed, number, state.global_step
         )
         return build_model(images, labels, training=True, dropout=dropout)
 
@@ -66,15 +73,15 @@ def build_job(flags, devices, data, build_input=input_pipeline.build):
     )
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     gradients = gradient_packs.unpack(average_gradients(packed))
+    sums = training.sum_up(specs)
+    if machines != cluster.ONE:
+        gradients, sums = average_over_machines(gradients, sums, machines)
     train_op = training.apply_gradients(
-        optimizer,
-        gradients,
-        learning_rate,
-        training.sum_up(specs),
-        state,
-        pipeline.puts,
+        optimizer, gradients, learning_rate, sums, state, pipeline.puts
     )
-    evaluated, more_feeds = evaluation.build(data.valid, devices, build_model)
+    evaluated, more_feeds = evaluation.build(
+        data.valid, devices, build_model, machines=machines
+    )
     feeds.update(more_feeds)
     return training.Job(
         state, learning_rate, gradients, train_op, pipeline, evaluated, feeds
@@ -169,6 +176,35 @@ def _mean(gradients, num_towers):
         )
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
     return tf.add_n(dense) * (1.0 / num_towers)
+
+
+def average_over_machines(grads_and_vars, sums, machines):
+    """Averages over the machines what each has averaged over its towers.
+
+    One all-reduce carries all: gradients in float32, sparse ones made dense, the
+    step's sums, and which machines wish to stop after it.
+
+    Args:
+      grads_and_vars: list of (gradient, variable), what `average_gradients` returned.
+      sums: the `training.Sums` of this machine's towers.
+      machines: the `cluster.Machines`.
+
+    Returns:
+      (grads_and_vars, sums) of all machines, the same bits on each.
+    """
+    num_machines = len(machines.addresses)
+    own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
+    own += [tf.cast(sums.loss, tf.float32), sums.correct]
+    own += [all_reduce.put_in_slot(all_reduce.get_wish(), machines)]
+    *totals, loss, correct, wishes = all_reduce.add_up(
+        own, machines, all_reduce.STEP_KEY
+    )
+    averaged = [
+        (tf.cast(total * (1.0 / num_machines), variable.dtype.base_dtype), variable)
+        for total, (_, variable) in zip(totals, grads_and_vars)
+    ]
+    images = sums.images * num_machines
+    return averaged, training.Sums(tf.cast(loss, tf.float64), correct, images, wishes)
 
 
 if __name__ == '__main__':

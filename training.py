@@ -4,11 +4,12 @@ import collections
 import contextlib
 import functools
 import math
-import os
 import re
 import time
 
+import all_reduce
 import checkpoints
+import cluster
 import evaluation
 import input_pipeline
 import records
@@ -16,6 +17,8 @@ import screen
 import stopping
 import summaries
 import utils
+from keeper import NOTHING, open_keeper
+from sessions import open_session
 from tf1 import tf
 from utils import RunFailed, RunStopped, log
 
@@ -23,6 +26,8 @@ from utils import RunFailed, RunStopped, log
 WARM_UP_STEPS = 10
 # Seconds between two refreshes of the bar; each reads the running sums.
 REFRESH_SECONDS = 0.5
+# Loss, accuracy and learning rate, that each step gives.
+NUM_METRICS = 3
 # How long the queue runners may take to end; they need milliseconds.
 GRACE_SECONDS = 2
 
@@ -34,8 +39,9 @@ State = collections.namedtuple(
 )
 
 # What a step adds to an epoch's sums. loss: float64 and correct: float32, scalars, over
-# the images of all towers. images: how many these are.
-Sums = collections.namedtuple('Sums', 'loss correct images')
+# the images of all towers. images: how many these are. wishes: float32 [machines], see
+# `Watch.hear`; None on one machine.
+Sums = collections.namedtuple('Sums', 'loss correct images wishes')
 
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
 # over the towers. train_op: what `apply_gradients` returns. feeds: for the
@@ -48,11 +54,12 @@ Job = collections.namedtuple(
 # to what is fed to `accuracy`.
 EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 
-# What the loop calls: functions of a session, each made once.
+# What the loop calls: functions of a session, each made once; and the `Keeper`.
+# hear: (wishes of a step) -> a `RunStopped` or None.
 Calls = collections.namedtuple(
     'Calls',
-    'prefill step special_steps read_state read_score evaluate finish_epoch set_best '
-    'read_learning_rate save find_stop events',
+    'prefill step hear read_state read_score evaluate check_equality finish_epoch '
+    'set_best read_learning_rate find_stop keeper',
 )
 
 
@@ -118,6 +125,7 @@ def sum_up(specs):
         tf.reduce_sum(tf.cast(losses, tf.float64)),
         tf.reduce_sum(correct),
         losses.shape.as_list()[0],
+        wishes=None,
     )
 
 
@@ -130,13 +138,14 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=
       optimizer: a `tf.train.Optimizer`.
       grads_and_vars: list of (gradient, variable), averaged over the towers.
       learning_rate: what the optimizer uses.
-      sums: what `sum_up` returned.
+      sums: the `Sums`.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
 
     Returns:
-      train_op, which runs the step: float32 [3], the mean loss and the accuracy of
-      its images, over all towers, and its learning rate.
+      train_op, which runs the step: float32 [3 + machines], the mean loss and the
+      accuracy of its images, over all towers, its learning rate, and the wishes of
+      the machines if there are several.
     """
     num_correct = tf.cast(sums.correct, tf.int64)
     metrics = tf.stack(
@@ -146,6 +155,8 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=
             learning_rate,
         ]
     )
+    if sums.wishes is not None:
+        metrics = tf.concat([metrics, sums.wishes], axis=0)
     gradients = [gradient for gradient, _ in grads_and_vars]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
@@ -210,7 +221,7 @@ def build_end_of_epoch(state):
 # Running
 
 
-def run(flags, devices, data, job, model_dir):
+def run(flags, devices, data, job, model_dir, machines=cluster.ONE):
     """Trains to the end of `--epochs` or `--max_steps`, from wherever it stands.
 
     Args:
@@ -219,9 +230,11 @@ def run(flags, devices, data, job, model_dir):
       data: the `DataSet`.
       job: the `Job`, in the default graph.
       model_dir: what `records.claim_model_dir` yields.
+      machines: the `cluster.Machines` the graph was built for.
 
     Raises:
-      UserError: no checkpoint in `model_dir` can be read, or they don't fit.
+      UserError: no checkpoint in `model_dir` can be read, or they don't fit; or the
+        machines are not equal.
       RunStopped: by a signal or `--max_minutes`; everything is saved.
       RunFailed: a number is not finite, or the last save failed.
     """
@@ -229,79 +242,94 @@ def run(flags, devices, data, job, model_dir):
     end_of_epoch = build_end_of_epoch(job.state)
     samples = job.pipeline.samples if flags.summary_steps else None
     summary = summaries.build(samples, job.gradients, flags.histograms)
+    equality = all_reduce.build_equality(
+        tf.global_variables(), [job.state.best_acc], machines
+    )
     initialise = [tf.global_variables_initializer(), tf.local_variables_initializer()]
     runners = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
     close_queues = [runner.cancel_op for runner in runners]
     tf.get_default_graph().finalize()
 
-    before = records.read_config(model_dir).get('threads')
-    threads = utils.choose_threads(flags, devices.towers, before)
+    deadline = stopping.find_deadline(flags.max_minutes)
+    find_stop = functools.partial(stopping.find_stop, deadline)
     with contextlib.ExitStack() as stack:
-        xla = utils.use_xla(flags.xla, devices.towers)
-        session = stack.enter_context(utils.open_session(devices, threads, xla))
-        deadline = stopping.find_deadline(flags.max_minutes)
-        find_stop = functools.partial(stopping.find_stop, deadline)
-        stack.enter_context(
-            stopping.signals(lambda: session.run(close_queues), deadline)
+        session, threads, watch = stack.enter_context(
+            open_session(flags, devices, data, model_dir, machines, find_stop)
         )
+
+        def unblock():
+            # The others would wait for a step that fails here; they have their limit.
+            if watch is None:
+                session.run(close_queues)
+
+        stack.enter_context(stopping.signals(unblock, deadline))
         session.run(initialise, job.feeds)
-        restored = checkpoints.restore(saver, session, model_dir)
+        restored = model_dir and checkpoints.restore(saver, session, model_dir)
+        if equality:
+            session.run(equality.broadcast)
         session.run(job.pipeline.start)
-        config = records.describe(flags, devices, data, threads)
-        records.begin(model_dir, config)
-        screen.introduce(flags, config, restored, model_dir)
+        config = records.describe(flags, devices, data, threads, machines)
         step = session.run(job.state.global_step)
-        events = stack.enter_context(
-            summaries.open_events(model_dir, step, flags.summary_steps > 0)
-        )
-        special_steps = summaries.make_special_steps(
-            session, job.train_op, summary, events.train, flags.trace, model_dir
-        )
-        calls = make_calls(
-            session,
-            saver,
-            job,
-            end_of_epoch,
-            flags.keep,
-            find_stop,
-            events,
-            special_steps,
-        )
-        stack.enter_context(queue_runners(session, find_stop))
-        trace = flags.trace and summaries.find_trace(model_dir, flags.trace)
-        if trace and flags.trace <= step:
-            log.warning('--trace %d: that step is done already', flags.trace)
+        keeper = NOTHING
+        if model_dir:
+            records.begin(model_dir, config)
+            screen.introduce(flags, config, restored, model_dir)
+            keeper = stack.enter_context(
+                open_keeper(
+                    flags, session, saver, job.train_op, summary, model_dir, step
+                )
+            )
+        calls = make_calls(session, job, end_of_epoch, find_stop, keeper)
+        if watch:
+            calls = add_machines(calls, session, job, equality, machines, watch)
+        leave = watch.leave if watch else utils.leave
+        stack.enter_context(queue_runners(session, find_stop, leave))
         train(flags, job, calls, model_dir)
-        if trace and flags.trace > step and not os.path.exists(trace):
-            log.warning('--trace %d: this run had no such step', flags.trace)
 
 
-def make_calls(
-    session, saver, job, end_of_epoch, keep, find_stop, events, special_steps
-):
-    """Returns the `Calls` of a run."""
+def make_calls(session, job, end_of_epoch, find_stop, keeper):
+    """Returns the `Calls` of a run on one machine."""
     read = session.make_callable(list(job.state))
     sums = ('epoch_images', 'loss_sum', 'correct')
     read_sums = session.make_callable([getattr(job.state, name) for name in sums])
-
-    def save(directory, state, keep=keep):
-        return checkpoints.save(
-            saver, session, directory, state.epoch, state.global_step, keep
-        )
-
     return Calls(
         prefill=session.make_callable(job.pipeline.prefill),
         step=session.make_callable(job.train_op),
-        special_steps=special_steps,
+        hear=lambda wishes=(): find_stop(),
         read_state=lambda: State(*read()),
         read_score=lambda: score(*read_sums()),
         evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
+        check_equality=lambda: None,
         finish_epoch=session.make_callable(end_of_epoch.op),
         set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
         read_learning_rate=session.make_callable(job.learning_rate),
-        save=save,
         find_stop=find_stop,
-        events=events,
+        keeper=keeper,
+    )
+
+
+def add_machines(calls, session, job, equality, machines, watch):
+    """Returns the `Calls` of a run on several machines.
+
+    They stop together: each says with every step whether it wishes to, and hears the
+    others' wishes with its result.
+    """
+    run_step = session.make_callable(job.train_op, [all_reduce.get_wish()])
+    read_fingerprints = session.make_callable(equality.fingerprints)
+
+    def check_equality():
+        difference = all_reduce.find_difference(
+            read_fingerprints(), equality.names, machines
+        )
+        watch.hear()
+        if difference:
+            raise RunFailed(difference)
+
+    return calls._replace(
+        step=lambda: run_step(watch.wish()),
+        hear=watch.hear,
+        evaluate=evaluation.make_evaluate(session, job.evaluation, watch=watch),
+        check_equality=check_equality,
     )
 
 
@@ -309,7 +337,7 @@ def train(flags, job, calls, model_dir):
     """Runs the epochs that are left; what ends them early is saved and told."""
     try:
         calls.prefill()
-        rows, saved = run_epochs(flags, job, calls, model_dir)
+        rows, saved = run_epochs(flags, job, calls)
     except tf.errors.InvalidArgumentError as error:
         found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
         if not found:
@@ -327,18 +355,19 @@ def train(flags, job, calls, model_dir):
         raise stopped from None
     if not saved:
         raise RunFailed('the last save in %s failed' % model_dir)
-    screen.conclude(rows, calls.read_state(), model_dir)
+    if model_dir:
+        screen.conclude(rows, calls.read_state(), model_dir)
 
 
-def run_epochs(flags, job, calls, model_dir):
+def run_epochs(flags, job, calls):
     """Trains, evaluates, records and saves.
 
     Returns:
       (rows, saved): the rows of metrics.jsonl, and whether the last save worked.
     """
     now = calls.read_state()
-    rows = records.read_metrics(model_dir, now.epoch)
-    records.write_metrics(model_dir, rows)
+    rows = calls.keeper.read_rows(now.epoch)
+    calls.keeper.write_rows(rows)
     last_step = flags.max_steps or math.inf
     saved = True
     if now.epoch >= flags.epochs or now.global_step >= last_step:
@@ -351,14 +380,16 @@ def run_epochs(flags, job, calls, model_dir):
         screen.log_score('valid', *calls.evaluate())
     warm_up = WARM_UP_STEPS
     while now.epoch < flags.epochs and now.global_step < last_step:
-        utils.raise_if(calls.find_stop())
+        utils.raise_if(calls.hear())
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
         done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
         steps = min(left, last_step - now.global_step)
-        special_steps = calls.special_steps(now.global_step, steps, steps == left)
+        special_steps = calls.keeper.special_steps(
+            now.global_step, steps, steps == left
+        )
         with screen.open_bar(flags, done, left) as bar:
-            between = make_between(flags, calls, bar, now.global_step, steps, model_dir)
+            between = make_between(flags, calls, bar, now.global_step, steps)
             speed = take_steps(
                 calls.step,
                 steps,
@@ -374,18 +405,19 @@ def run_epochs(flags, job, calls, model_dir):
         screen.log_score('train', *train)
         valid = calls.evaluate()
         screen.log_score('valid', *valid)
-        calls.events.valid(
+        calls.keeper.events.valid(
             now.global_step, summaries.scalars(loss=valid[0], accuracy=valid[1])
         )
         if speed:
             log.info('speed: %.0f images/s', speed)
         if steps < left:
             log.info('--max_steps %d ends the run inside this epoch', last_step)
-            saved = calls.save(model_dir, now)
+            saved = calls.keeper.save(now)
             break
+        calls.check_equality()
         rate = float(calls.read_learning_rate())
         rows.append(make_row(now, train, valid, rate, speed, time.time() - began))
-        saved = finish_epoch(calls, model_dir, rows, now.best_acc)
+        saved = finish_epoch(calls, rows, now.best_acc)
         now = calls.read_state()
     return rows, saved
 
@@ -412,7 +444,7 @@ def make_row(state, train, valid, learning_rate, images_per_second, seconds):
     )
 
 
-def finish_epoch(calls, model_dir, rows, best_acc):
+def finish_epoch(calls, rows, best_acc):
     """Records and saves an epoch; returns whether that worked.
 
     `best_acc` is the score of what is in `best/`: if the new best can't be saved
@@ -423,24 +455,23 @@ def finish_epoch(calls, model_dir, rows, best_acc):
     before it is there till then.
     """
     calls.finish_epoch()
-    saved = records.write_metrics(model_dir, rows)
-    best_dir = os.path.join(model_dir, 'best')
+    saved = calls.keeper.write_rows(rows)
     valid_acc = rows[-1]['valid_acc']
     if valid_acc > best_acc:
         calls.set_best(valid_acc)
-        if not calls.save(best_dir, calls.read_state(), keep=2):
+        if not calls.keeper.save_best(calls.read_state()):
             calls.set_best(best_acc)
             saved = False
-    if not calls.save(model_dir, calls.read_state()):
+    if not calls.keeper.save(calls.read_state()):
         return False
-    checkpoints.prune(best_dir, keep=1)
+    calls.keeper.forget_best()
     return saved
 
 
 def save_stopped(stopped, calls, model_dir):
     """Saves where the run was stopped and says how to go on."""
     now = calls.read_state()
-    if not calls.save(model_dir, now):
+    if not calls.keeper.save(now):
         raise RunFailed('%s, and the last save failed' % stopped) from None
     log.info('%s: saved in epoch %d, step %d', stopped, now.epoch + 1, now.global_step)
     log.info('to go on: %s', records.continuing_command(model_dir))
@@ -485,31 +516,31 @@ def take_steps(step, steps, warm_up, between, global_batch, special_steps=()):
     return speed() if steps else None
 
 
-def make_between(flags, calls, bar, first_step, steps, model_dir):
+def make_between(flags, calls, bar, first_step, steps):
     """Returns what is done after each of `steps` steps: signals, events, bar, saves."""
     refresh_at = math.inf if bar.disable else 0
     save_at = time.perf_counter() + flags.save_every_seconds
 
     def between(done, metrics, speed):
         nonlocal refresh_at, save_at
-        utils.raise_if(calls.find_stop())
+        utils.raise_if(calls.hear(metrics[NUM_METRICS:]))
         step = first_step + done
         if step % (flags.summary_steps or math.inf) == 0:
-            loss, accuracy, rate = metrics.tolist()
+            loss, accuracy, rate = metrics[:NUM_METRICS].tolist()
             summary = summaries.scalars(
                 loss=loss,
                 accuracy=accuracy,
                 learning_rate=rate,
                 images_per_second=speed(),
             )
-            calls.events.train(step, summary)
+            calls.keeper.events.train(step, summary)
         now = time.perf_counter()
         if now >= refresh_at or (done == steps and not bar.disable):
             screen.refresh(bar, done, speed(), *calls.read_score())
             refresh_at = now + REFRESH_SECONDS
         if now < save_at:
             return 0.0
-        calls.save(model_dir, calls.read_state())
+        calls.keeper.save(calls.read_state())
         saved_at = time.perf_counter()
         save_at = saved_at + flags.save_every_seconds
         return saved_at - now
@@ -518,12 +549,13 @@ def make_between(flags, calls, bar, first_step, steps, model_dir):
 
 
 @contextlib.contextmanager
-def queue_runners(session, find_stop=lambda: None):
+def queue_runners(session, find_stop=lambda: None, leave=utils.leave):
     """Feeds the queues inside the block; no thread outlives it.
 
     A dead producer closes its queue, and the step only learns of that: the
     producer's own error is what is raised, unless `find_stop` says that the queues
-    were closed to stop the run.
+    were closed to stop the run. Where a thread would outlive it, `leave` is called
+    with the error and ends the process.
     """
     coordinator = tf.train.Coordinator()
     threads = tf.train.start_queue_runners(session, coordinator)
@@ -541,7 +573,7 @@ def queue_runners(session, find_stop=lambda: None):
             cause = producers_own
     if any(thread.is_alive() for thread in threads):
         # A thread stuck in a kernel: closing the session would wait for it for ever.
-        utils.leave(cause)
+        leave(cause)
     if isinstance(cause, tf.errors.OutOfRangeError):
         raise RunFailed('the input ended before the epoch did') from None
     if cause is not None:

@@ -180,10 +180,17 @@ OFF = 2
 
 
 @contextlib.contextmanager
-def open_session(devices, threads, xla=False):
-    """A session as `session_config` describes it; its start is silent."""
+def open_session(devices, threads, xla=False, start_server=lambda config: ''):
+    """A session as `session_config` describes it; its start is silent.
+
+    Args:
+      devices, threads, xla: `session_config`'s.
+      start_server: (config) -> the target of a server, '' for none.
+    """
+    config = session_config(devices, threads, xla)
+    target = start_server(config)
     with quiet_stderr():
-        session = tf.Session(config=session_config(devices, threads, xla))
+        session = tf.Session(target, config=config)
     with session:
         yield session
 

@@ -10,10 +10,12 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
+import cluster
 import command_line
 import input_pipeline
 import model
@@ -22,6 +24,7 @@ import train_multi_gpu
 import training
 import utils
 from tf1 import tf
+from utils import RunFailed, UserError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 tf1.VERBOSE = False  # pytest --verbose is not meant
@@ -171,6 +174,37 @@ def find_addresses(number):
     for s in sockets:
         s.close()
     return found
+
+
+@pytest.fixture
+def addresses():
+    """Of three machines on loopback."""
+    return find_addresses(3)
+
+
+class Machine(threading.Thread):
+    """Meets the others in a thread; `outcome` is what came of it."""
+
+    def __init__(self, addresses, index, facts=None, start_timeout=20):
+        super().__init__(daemon=True)
+        self.machines = cluster.Machines(addresses, index)
+        self.facts = facts or {'--seed': 0}
+        self.start_timeout = start_timeout
+        self.outcome = None
+        self.start()
+
+    def run(self):
+        try:
+            self.outcome, self.news = cluster.meet(
+                self.machines, self.facts, self.start_timeout, news=[1, 2]
+            )
+        except (UserError, RunFailed) as error:
+            self.outcome = error
+
+    def wait(self):
+        self.join(30)
+        assert not self.is_alive(), 'machine %d still waits' % self.machines.index
+        return self.outcome
 
 
 def read_checkpoint(prefix):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from tests.conftest import ROOT, find_addresses
 
 # What each machine runs; what it prints last is JSON.
 PROGRAM = """
-import json, os, sys
+import functools, json, os, sys
 import numpy as np
 import all_reduce, cluster, utils
 from tf1 import tf
@@ -26,28 +27,31 @@ with tf.Graph().as_default(), tf.device('/cpu:0'):
     b = tf.get_variable('b', initializer=random.randn(7))
     c = tf.get_variable('c', initializer=np.int64(2 ** 60 + index))
     d = tf.get_variable('d', initializer=np.float32(index))
+    e = tf.get_variable('e', initializer=np.float32(-0.0 if index == 0 else index))
     with tf.device('/cpu:1'):
         scaled = a * 2.0
-    sums = all_reduce.add_up([scaled, d], len(addresses), key=1)
-    broadcast = all_reduce.build_broadcast([a, b, c, d], index, len(addresses), key=2)
-    fingerprints = all_reduce.build_fingerprints([a, b, c, d], index, len(addresses), 9)
+    sums = all_reduce.add_up([scaled, d], machines, key=1)
+    places = all_reduce.gather([b], machines, key=2)
+    equality = all_reduce.build_equality([a, b, c, d, e], [e], machines)
     spoil = a[3, 1].assign(a[3, 1] + 1e-6)
-    connections = cluster.meet(machines, {}, 60)
-    config = utils.session_config(devices, (1, 2))
-    target = cluster.start_server(machines, config)
-    cluster.go_together(machines, connections, 60)
-    with tf.Session(target, config=config) as session:
+    connections, _ = cluster.meet(machines, {}, 60)
+    start_server = functools.partial(cluster.start_server, machines, connections, 60)
+    with utils.open_session(devices, (1, 2), start_server=start_server) as session:
         session.run(tf.global_variables_initializer())
         found = {'own': session.run(a).tolist()}
         found['sum'], found['d'] = (x.tolist() for x in session.run(sums))
-        found['different'] = session.run(fingerprints).tolist()
-        session.run(broadcast)
-        found['equal'] = session.run(fingerprints).tolist()
-        values = session.run([a, b, c, d])
+        found['b'] = session.run(b).tolist()
+        found['places'] = session.run(places)[0].tolist()
+        read = lambda: session.run(equality.fingerprints)
+        tell = lambda: all_reduce.find_difference(read(), equality.names, machines)
+        found['different'] = tell()
+        session.run(equality.broadcast)
+        found['equal'] = tell()
+        values = session.run([a, b, c, d, e])
         found['bits'] = [value.tobytes().hex() for value in values]
         if index == 1:
             session.run(spoil)
-        found['spoilt'] = session.run(fingerprints).tolist()
+        found['spoilt'] = tell()
     print(json.dumps(found), flush=True)
 os._exit(0)
 """
@@ -87,19 +91,27 @@ def test_sums_are_over_all_machines_and_the_same_bits(machines):
     np.testing.assert_allclose(machines[0]['sum'], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_each_machines_values_are_gathered_in_its_place(machines):
+    for machine in machines:
+        assert machine['places'] == [other['b'] for other in machines]
+
+
 def test_a_broadcast_gives_all_machine_0s_bits(machines):
     own = np.array(machines[0]['own'], np.float32)
     assert machines[0]['bits'][0] == own.tobytes().hex()
     assert machines[0]['bits'][2] == np.int64(2**60).tobytes().hex()
+    assert machines[0]['bits'][4] == np.float32(-0.0).tobytes().hex()
     for machine in machines:
         assert machine['bits'] == machines[0]['bits']
 
 
-def test_fingerprints_tell_equal_from_different_variables(machines):
+def test_different_variables_are_told_by_machine_and_name(machines):
     for machine in machines:
-        assert len(set(machine['different'])) == len(machines)
-        assert len(set(machine['equal'])) == 1
+        assert re.match(
+            r'machine 1 \(127.0.0.1:\d+\) holds other values than machine 0 of a, b, c '
+            'and 1 more$',
+            machine['different'],
+        )
+        assert machine['equal'] is None
         # One value in the last bits, on machine 1.
-        first, spoilt, *others = machine['spoilt']
-        assert spoilt != first and all(other == first for other in others)
-        assert machine['spoilt'] == machines[0]['spoilt']
+        assert machine['spoilt'].endswith('holds other values than machine 0 of a')

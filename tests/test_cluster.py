@@ -1,18 +1,17 @@
 """Several machines: TF_CONFIG, how they meet, strangers, and what is gone."""
 
 import json
-import os
 import random
 import socket
 import struct
-import threading
 import time
 
 import pytest
 
 import cluster
-from cluster import Machines
-from tests.conftest import find_addresses
+import messages
+from cluster import ONE, Machines
+from tests.conftest import Machine
 from utils import RunFailed, UserError
 
 
@@ -26,11 +25,11 @@ AB = ['a:1', 'b:2']
 @pytest.mark.parametrize(
     'text, expected',
     [
-        (None, None),
-        ('', None),
-        ('{}', None),
-        (config('worker', 0, worker=['a:1']), None),
-        (config('chief', 0, chief=['a:1']), None),
+        (None, ONE),
+        ('', ONE),
+        ('{}', ONE),
+        (config('worker', 0, worker=['a:1']), ONE),
+        (config('chief', 0, chief=['a:1']), ONE),
         (config('worker', 1, worker=AB), Machines(AB, 1)),
         (config('chief', 0, chief=['c:3'], worker=AB), Machines(['c:3'] + AB, 0)),
         (config('worker', 1, chief=['c:3'], worker=AB), Machines(['c:3'] + AB, 2)),
@@ -78,36 +77,6 @@ def test_a_mistake_in_tf_config_is_one_line(text, told):
     assert told in str(caught.value) and '\n' not in str(caught.value)
 
 
-@pytest.fixture
-def addresses():
-    """Of three machines on loopback."""
-    return find_addresses(3)
-
-
-class Machine(threading.Thread):
-    """Meets the others in a thread; `outcome` is what came of it."""
-
-    def __init__(self, addresses, index, facts=None, start_timeout=20):
-        super().__init__(daemon=True)
-        self.machines = Machines(addresses, index)
-        self.facts = facts or {'--seed': 0}
-        self.start_timeout = start_timeout
-        self.outcome = None
-        self.start()
-
-    def run(self):
-        try:
-            self.outcome = cluster.meet(self.machines, self.facts, self.start_timeout)
-            cluster.go_together(self.machines, self.outcome, 10)
-        except (UserError, RunFailed) as error:
-            self.outcome = error
-
-    def wait(self):
-        self.join(30)
-        assert not self.is_alive(), 'machine %d still waits' % self.machines.index
-        return self.outcome
-
-
 def connect(address):
     host, _, port = address.rpartition(':')
     deadline = time.monotonic() + 10
@@ -127,6 +96,7 @@ def test_machines_meet_in_any_order(addresses, order):
         time.sleep(0.2)
     for machine in machines:
         connections = machine.wait()
+        assert machine.news == [1, 2]
         others = [1, 2] if machine.machines.index == 0 else [0]
         assert sorted(connections) == others
     # The ports are free for TensorFlow's servers.
@@ -189,8 +159,8 @@ def test_the_same_machine_twice_is_refused(addresses):
     zero, one = Machine(addresses, 0), Machine(addresses, 1)
     time.sleep(1)
     with connect(addresses[0]) as again:
-        cluster.send(again, index=1, facts={'--seed': 0})
-        answer = cluster.receive(again, 5)
+        messages.send(again, index=1, facts={'--seed': 0})
+        answer = messages.receive(again, 5)
     assert answer == {'mistake': 'machine 1 (%s) is there already' % addresses[1]}
     two = Machine(addresses, 2)
     assert all(isinstance(m.wait(), dict) for m in (zero, one, two))
@@ -199,7 +169,7 @@ def test_the_same_machine_twice_is_refused(addresses):
 def test_one_that_is_killed_while_it_waits_may_come_again(addresses):
     zero = Machine(addresses, 0)
     with connect(addresses[0]) as killed:
-        cluster.send(killed, index=1, facts={'--seed': 0})
+        messages.send(killed, index=1, facts={'--seed': 0})
         time.sleep(0.5)
     time.sleep(1)
     one, two = Machine(addresses, 1), Machine(addresses, 2)
@@ -210,13 +180,13 @@ STRANGERS = [
     b'',
     b'GET / HTTP/1.1\r\n\r\n',
     random.Random(0).getrandbits(80000).to_bytes(10000, 'little'),
-    cluster.MAGIC,
-    cluster.MAGIC + struct.pack('>I', 1 << 31) + b'x' * 1000,
-    cluster.MAGIC + struct.pack('>I', 5) + b'\xff\xff\xff\xff\xff',
-    cluster.MAGIC + struct.pack('>I', 60000) + b'[' * 60000,
+    messages.MAGIC,
+    messages.MAGIC + struct.pack('>I', 1 << 31) + b'x' * 1000,
+    messages.MAGIC + struct.pack('>I', 5) + b'\xff\xff\xff\xff\xff',
+    messages.MAGIC + struct.pack('>I', 60000) + b'[' * 60000,
 ]
 STRANGERS += [
-    cluster.MAGIC + struct.pack('>I', len(text)) + text
+    messages.MAGIC + struct.pack('>I', len(text)) + text
     for text in (
         b'7',
         b'{}',
@@ -249,100 +219,3 @@ def test_more_silent_strangers_than_room_delay_but_do_not_block(addresses, monke
     assert all(isinstance(m.wait(), dict) for m in (zero, one, two))
     for stranger in silent:
         stranger.close()
-
-
-# While they run
-
-
-@pytest.fixture
-def watched(addresses, monkeypatch):
-    """Three machines that watch each other, and what ended each."""
-    monkeypatch.setattr(cluster, 'BEAT_SECONDS', 0.05)
-    monkeypatch.setattr(cluster, 'SILENCE_SECONDS', 1.0)
-    machines = [Machine(addresses, index) for index in range(3)]
-    ends = [[], [], []]
-    watches = [
-        cluster.Watch(m.machines, m.wait(), 0.5, end=ends[index].append)
-        for index, m in enumerate(machines)
-    ]
-    yield watches, ends, [machine.outcome for machine in machines]
-    for watch in watches:
-        watch.close()
-
-
-def wait_until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
-
-
-def test_heartbeats_keep_quiet_machines_together(watched):
-    _, ends, _ = watched
-    time.sleep(2.5)
-    assert ends == [[], [], []]
-
-
-@pytest.mark.parametrize('gone', [0, 1, 2])
-def test_a_machine_that_is_gone_ends_the_others_by_name(watched, addresses, gone):
-    watches, ends, connections = watched
-    watches[gone]._closed.set()  # it says nothing any more: it was killed
-    for connection in connections[gone].values():
-        connection.shutdown(socket.SHUT_RDWR)
-    others = [index for index in range(3) if index != gone]
-    wait_until(lambda: all(ends[index] for index in others))
-    for index in others:
-        (error,) = ends[index]
-        assert isinstance(error, RunFailed)
-        assert str(error).startswith(
-            'machine %d (%s) is gone' % (gone, addresses[gone])
-        )
-
-
-def test_a_machine_that_is_silent_is_gone(watched, addresses):
-    watches, ends, _ = watched
-    watches[1]._closed.set()  # as after SIGSTOP: its connection stays open
-    wait_until(lambda: ends[0] and ends[2])
-    for index in (0, 2):
-        assert str(ends[index][0]).startswith('machine 1 (%s) is gone' % addresses[1])
-
-
-def test_a_step_that_does_not_end_names_who_is_behind(watched, addresses):
-    watches, ends, _ = watched
-    for watch in watches:
-        with watch.step():  # the first, which compiles, may take as long as it likes
-            time.sleep(0.7)
-    assert ends == [[], [], []]
-    for index in (0, 1):
-        with watches[index].step():
-            pass
-    with watches[0].step():
-        wait_until(lambda: all(ends[index] for index in range(3)))
-    told = 'a step did not end within 0.5 s; machine 2 (%s) is the' % addresses[2]
-    assert all(str(ends[index][0]).startswith(told) for index in range(3))
-
-
-def test_one_that_says_goodbye_ends_nobody(watched):
-    watches, ends, connections = watched
-    for index in (1, 2, 0):
-        watches[index].close()
-        for connection in connections[index].values():
-            connection.close()
-        time.sleep(0.2)
-    assert ends == [[], [], []]
-
-
-def test_a_failure_is_told_to_all_with_its_cause(watched):
-    watches, ends, _ = watched
-    watches[2].close(failed='machine 2: no space left on device')
-    wait_until(lambda: ends[0] and ends[1])
-    for index in (0, 1):
-        assert str(ends[index][0]) == 'machine 2: no space left on device'
-    assert ends[2] == []
-
-
-def test_a_stranger_in_place_of_a_machine_is_gone(watched, addresses):
-    _, ends, connections = watched
-    connections[1][0].sendall(os.urandom(1000))
-    wait_until(lambda: ends[0] and ends[2])
-    assert str(ends[2][0]).startswith('machine 1 (%s) is gone' % addresses[1])

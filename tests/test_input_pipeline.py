@@ -8,6 +8,7 @@ import pytest
 import input_pipeline
 import training
 import utils
+from cluster import ONE, Machines
 from input_pipeline import Examples, load, read_idx
 from tests.conftest import start, write_data_set, write_idx
 from tf1 import tf
@@ -147,14 +148,13 @@ def read_steps(
     seed=1,
     epoch=0,
     consumed=0,
-    machine=0,
-    num_machines=1,
+    machines=ONE,
 ):
     """What the towers read, by index: int array [steps, num_towers, batch]."""
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         state = training.create_state()
         pipeline, feeds = input_pipeline.build(
-            tagged(num_images), batch, num_towers, seed, state, machine, num_machines
+            tagged(num_images), batch, num_towers, seed, state, machines
         )
         job = training.Job(state, None, None, None, pipeline, None, feeds)
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
@@ -243,13 +243,14 @@ def test_large_batches_keep_their_order_and_do_not_pile_up():
 
 @pytest.mark.parametrize('machines, towers', [(2, 1), (2, 2), (3, 2)])
 def test_machines_read_what_the_towers_of_one_machine_read(machines, towers):
+    addresses = ['a:1', 'b:1', 'c:1'][:machines]
     one = read_steps(100, 5, machines * towers, 6)
     for machine in range(machines):
         first = machine * towers
-        read = read_steps(100, 5, towers, 6, machine=machine, num_machines=machines)
+        read = read_steps(100, 5, towers, 6, machines=Machines(addresses, machine))
         assert (read == one[:, first : first + towers]).all()
     with pytest.raises(UserError, match='5 per tower x 24 towers'):
-        read_steps(100, 5, 12, 1, machine=1, num_machines=2)
+        read_steps(100, 5, 12, 1, machines=Machines(['a:1', 'b:1'], 1))
 
 
 def test_the_samples_are_what_the_first_towers_read_and_cost_no_image():
