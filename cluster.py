@@ -89,6 +89,15 @@ def read_machines(text):
     return Machines(addresses, index if kind == 'chief' else index + len(chiefs))
 
 
+def check_alone(text):
+    """Raises a UserError where TF_CONFIG names several machines."""
+    number = len(read_machines(text).addresses)
+    if number > 1:
+        raise _mistake(
+            'names %d machines: use train_multi_gpu.py, or unset it' % number
+        )
+
+
 def _mistake(what):
     return UserError('TF_CONFIG %s' % what)
 

@@ -1,8 +1,10 @@
 """Trains one model on one GPU, or on the CPU: the baseline of train_multi_gpu.py."""
 
 import functools
+import os
 import sys
 
+import cluster
 import command_line
 import evaluation
 import input_pipeline
@@ -15,6 +17,7 @@ from tf1 import tf
 
 def main():
     flags = command_line.parse(__doc__, model.NETWORKS, towers=False)
+    cluster.check_alone(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
     with records.claim_model_dir(flags, towers=1) as model_dir:
         data = input_pipeline.load(flags.data_dir)

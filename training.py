@@ -21,6 +21,7 @@ from keeper import NOTHING, open_keeper
 from sessions import open_session
 from tf1 import tf
 from utils import RunFailed, RunStopped, log
+from watch import AllFailed
 
 # Steps at the start of a process that images per second leave out.
 WARM_UP_STEPS = 10
@@ -323,7 +324,7 @@ def add_machines(calls, session, job, equality, machines, watch):
         )
         watch.hear()
         if difference:
-            raise RunFailed(difference)
+            raise AllFailed(difference)
 
     return calls._replace(
         step=lambda: run_step(watch.wish()),

@@ -33,6 +33,13 @@ class AllStopped(RunStopped):
     """Every machine stops after the same step."""
 
 
+class AllFailed(RunFailed):
+    """Every machine ends for a cause that each has found."""
+
+
+AGREED = (AllStopped, AllFailed)
+
+
 class Watch:
     """Ends this process when another machine is gone or a step does not end."""
 
@@ -110,7 +117,7 @@ class Watch:
 
     def leave(self, error):
         """Ends this process for an error, and the others with its cause."""
-        if error is None or isinstance(error, AllStopped):
+        if error is None or isinstance(error, AGREED):
             self.part()
             self._end(error)
             return
@@ -188,7 +195,7 @@ def watched(watch):
     """Inside the block a failure ends all machines; after it they part."""
     try:
         yield
-    except AllStopped:
+    except AGREED:
         watch.part()
         raise
     except BaseException as error:

@@ -146,7 +146,7 @@ def stop():
 @pytest.mark.parametrize('what', [lambda: None, stop])
 def test_no_machine_leaves_before_the_others_are_done(team, what):
     first = [run(team, index, what) for index in (0, 1)]
-    time.sleep(0.7)
+    time.sleep(0.3)
     assert all(thread.is_alive() for thread in first)
     last = run(team, 2, what)
     for thread in first + [last]:

@@ -1,0 +1,522 @@
+"""Several machines, as real processes over loopback."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+
+import checkpoints
+from tests.conftest import (
+    assert_mistake,
+    assert_same_bits,
+    files,
+    find_addresses,
+    read_checkpoint,
+    read_metrics,
+    without_times,
+    write_data_set,
+)
+from tests.processes import Process
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import all_reduce, checkpoints, cluster, evaluation, input_pipeline, model, records
+import train_multi_gpu, training, utils, watch
+from tf1 import tf
+
+def say(*words):
+    os.write(2, (' '.join(map(str, words)) + '\\n').encode())
+
+def add_to(module, name):
+    def add(patched):
+        function = getattr(module, name)
+        setattr(module, name, lambda *a, **k: patched(function, *a, **k))
+    return add
+
+%s
+sys.exit(utils.run_main(train_multi_gpu.main))
+"""
+
+
+def make_config(addresses, index, chief=False):
+    jobs, task = {'worker': addresses}, {'type': 'worker', 'index': index}
+    if chief:
+        jobs = {'chief': addresses[:1], 'worker': addresses[1:]}
+        task = {'type': 'worker', 'index': index - 1} if index else dict(task)
+        task['type'] = 'worker' if index else 'chief'
+    return json.dumps({'cluster': jobs, 'task': task})
+
+
+class Machine:
+    """One machine; its output goes to files, so that no pipe fills up."""
+
+    def __init__(self, addresses, index, argv, patch='', chief=False):
+        self.index = index
+        self.name = 'machine %d (%s)' % (index, addresses[index])
+        self.paths = ['%d.%s' % (index, ending) for ending in ('out', 'err')]
+        config = make_config(addresses, index, chief)
+        self.process = Process(
+            PROGRAM % patch, argv, *self.paths, env={'TF_CONFIG': config}
+        )
+
+    def read(self):
+        """Returns what it has written to stdout and stderr."""
+        return [pathlib.Path(path).read_text() for path in self.paths]
+
+    def wait_for(self, text, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not any(text in said for said in self.read()):
+            assert self.process.poll() is None, self.read()
+            assert time.monotonic() < deadline, self.read()
+            time.sleep(0.05)
+
+    def end(self, seconds=120):
+        """Returns (status, out, err) once it has ended."""
+        status = self.process.wait(seconds)
+        return [status] + self.read()
+
+
+@pytest.fixture
+def start(flags):
+    """A function that starts all machines, or those of `indices`."""
+    started = []
+
+    def start(number, *argv, patches=(), indices=None, addresses=None, **options):
+        addresses = addresses or find_addresses(number)
+        machines = []
+        for index in range(number) if indices is None else indices:
+            own = ['--model_dir', 'm'] if index == 0 else []
+            patch = patches[index] if index < len(patches) else ''
+            machines.append(
+                Machine(addresses, index, own + flags + list(argv), patch, **options)
+            )
+            started.append(machines[-1].process)
+        return machines
+
+    yield start
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+
+
+def assert_all_end(machines, status, seconds=120):
+    """All end with this status, one line each on the others' stdout, no traceback."""
+    for machine in machines:
+        found, out, err = machine.end(seconds)
+        assert found == status, (machine.name, found, out, err)
+        assert 'Traceback' not in err, err
+        if machine.index > 0:
+            assert out.count('\n') == 1 and out.startswith(machine.name), out
+
+
+# Tells a checksum of all variables after each step.
+TOLD_STEPS = """
+import zlib
+
+@add_to(training, 'make_calls')
+def told(make_calls, session, *args):
+    variables = session.make_callable(tf.global_variables())
+    calls = make_calls(session, *args)
+    @add_to(training, 'add_machines')
+    def add(add_machines, *args):
+        calls = add_machines(*args)
+        def step():
+            metrics = calls.step()
+            checksum = 0
+            for value in variables():
+                checksum = zlib.crc32(np.ascontiguousarray(value), checksum)
+            say('step', checksum)
+            return metrics
+        return calls._replace(step=step)
+    return calls
+"""
+
+
+# Without the ties of relu and pooling: where one falls the other way, for a sum in
+# another order, float32 is no longer equal.
+SMOOTH = """
+def smooth(images, training, num_classes, dropout):
+    x = tf.tanh(model.dense(model.flatten(images), 32, 'dense1'))
+    return model.dense(dropout(x), num_classes, 'dense2')
+model.NETWORKS['cnn'] = smooth
+"""
+
+
+@pytest.mark.parametrize('number, towers, chief', [(2, 2, False), (3, 1, True)])
+def test_machines_train_what_the_towers_of_one_machine_train(
+    start, number, towers, chief
+):
+    sgd = ['--optimizer', 'sgd', '--learning_rate', '0.05', '--schedule', 'constant']
+    sgd += ['--batch_size', '60', '--epochs', '1']  # 8 and 11 steps
+    patches = [SMOOTH + TOLD_STEPS] * 3
+    machines = start(
+        number, '--num_gpus', str(towers), *sgd, patches=patches, chief=chief
+    )
+    assert_all_end(machines, 0)
+    steps = [re.findall('step .*', machine.read()[1]) for machine in machines]
+    assert len(set(steps[0])) == len(steps[0]) == 2000 // (60 * number * towers)
+    for own in steps[1:]:
+        assert own == steps[0], 'the machines hold different variables'
+
+    os.rename('m', 'several')
+    sgd += ['--num_gpus', str(number * towers)]
+    assert_all_end(start(1, *sgd, patches=[SMOOTH]), 0)
+    prefixes = [checkpoints.find(directory)[0] for directory in ('m', 'several')]
+    one, several = map(read_checkpoint, prefixes)
+    assert sorted(one) == sorted(several)
+    for name, value in one.items():
+        limit = 1e-5 * np.abs(value).max()
+        assert np.abs(several[name] - value).max() <= limit, name
+    (one,), (several,) = map(read_metrics, ('m', 'several'))
+    for name in ('epoch', 'step', 'train_acc', 'valid_acc', 'learning_rate'):
+        assert several[name] == one[name], name
+    for name in ('train_loss', 'valid_loss'):
+        assert several[name] == pytest.approx(one[name], rel=1e-5)
+
+
+def test_only_the_first_keeps_and_prints_and_all_score_every_image_once(
+    main, flags, start
+):
+    flags += ['--epochs', '1', '--num_gpus', '1', '--batch_size', '30']
+    machines = start(2, *flags)
+    assert_all_end(machines, 0)
+    out, err = machines[0].read()
+    assert err == ''
+    addresses = ' '.join(m.name.split('(')[1][:-1] for m in machines)
+    assert 'on each of 2 machines: %s\n' % addresses in out
+    assert 'batch 30 per tower x 1 tower x 2 machines = 60; 33 steps per epoch' in out
+    assert out.splitlines()[-1].endswith('evaluate.py --model_dir m')
+    out, err = machines[1].read()
+    assert err == '' and re.match(
+        r'machine 1 \(.*\): TensorFlow .* on /cpu:0; machine 0 \(.*\) saves and prints$',
+        out,
+    )
+    kept = {name.split('/')[0] for name in files()}
+    assert kept == {'m', '0.out', '0.err', '1.out', '1.err'}
+
+    # One machine continues what two have left, and the other way round, and what
+    # either finds is the same to the last digit.
+    score = read_metrics('m')[0]
+    again = main('train_multi_gpu.py', '--model_dir', 'm', *flags)
+    assert again.status == 0 and 'nothing left to train' in again.out
+    shown = 'valid/acc: %.4f, valid/loss: %.4f' % (
+        score['valid_acc'],
+        score['valid_loss'],
+    )
+    assert shown in again.out
+    machines = start(2, *flags)
+    assert_all_end(machines, 0)
+    out, _ = machines[0].read()
+    assert 'nothing left to train' in out and shown in out
+
+
+# Faults
+
+# Where a machine says something and waits to be killed.
+IN_STEP = """
+@add_to(training, 'make_between')
+def make(make_between, *args):
+    between = make_between(*args)
+    def slow(done, *rest):
+        if done == 7:
+            say('here')
+            time.sleep(100)
+        return between(done, *rest)
+    return slow
+"""
+IN_EVALUATION = """
+@add_to(evaluation, '_make_read')
+def make(make_read, *args):
+    read = make_read(*args)
+    def slow(start):
+        say('here')
+        time.sleep(100)
+    return slow
+"""
+AT_EPOCHS_END = """
+@add_to(training, 'finish_epoch')
+def slow(finish_epoch, *args):
+    say('here')
+    time.sleep(100)
+"""
+IN_SAVE = """
+@add_to(checkpoints, 'save')
+def slow(save, *args):
+    saved = save(*args)
+    say('here')
+    time.sleep(100)
+"""
+AT_START = """
+@add_to(cluster, '_go_together')
+def slow(go, *args):
+    say('here')
+    time.sleep(100)
+"""
+
+
+def test_kill_9_of_any_machine_ends_all_by_name_and_changes_no_bit(start):
+    flags = ['--num_gpus', '2', '--batch_size', '20', '--epochs', '3']  # 25 steps each
+    flags += ['--save_every_seconds', '0.05']
+    for killed, patch in (
+        (1, IN_STEP),
+        (1, AT_START),
+        (0, IN_EVALUATION),
+        (0, IN_SAVE),
+        (1, AT_EPOCHS_END),
+        (1, ''),  # nobody; one epoch is done after it
+        (1, IN_EVALUATION),
+        (0, IN_STEP),
+    ):
+        patches = [patch, ''] if killed == 0 else ['', patch]
+        if not patch:
+            machines = start(2, *flags, '--max_steps', '30', patches=patches)
+            assert_all_end(machines, 0)
+            continue
+        machines = start(2, *flags, patches=patches)
+        machines[killed].wait_for('here')
+        machines[killed].process.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        status, out, err = machines[1 - killed].end()
+        assert time.monotonic() - killed_at < 30
+        assert status == 1, (status, out, err)
+        told = 'ERROR: %s (is gone: |left before the start )'
+        assert re.match(told % re.escape(machines[killed].name), err), err
+        assert err.count('\n') == 1, err
+        assert not any(map(checkpoints.find_fault, checkpoints.find('m')))
+    assert_all_end(start(2, *flags), 0)
+    os.rename('m', 'killed')
+    assert_all_end(start(2, *flags), 0)
+    last = [checkpoints.find(directory)[0] for directory in ('killed', 'm')]
+    assert_same_bits(*map(read_checkpoint, last))
+    assert without_times(read_metrics('killed')) == without_times(read_metrics('m'))
+
+
+def test_a_stopped_process_is_gone_for_all_others(start):
+    machines = start(3, '--epochs', '500', patches=['', '', IN_STEP])
+    machines[2].wait_for('here')
+    machines[2].process.send_signal(signal.SIGSTOP)
+    for machine in machines[:2]:
+        status, _, err = machine.end(45)
+        assert status == 1 and 'ERROR: %s is gone: ' % machines[2].name in err, err
+
+
+@pytest.mark.parametrize('late', [0, 1])
+def test_a_step_that_does_not_end_ends_all_by_name(start, late):
+    patches = ['', '']
+    patches[late] = IN_STEP
+    machines = start(2, '--step_timeout', '2', '--epochs', '500', patches=patches)
+    for machine in machines:
+        status, _, err = machine.end()
+        assert status == 1
+        told = 'a step did not end within --step_timeout 2; %s is the furthest behind'
+        assert err.splitlines()[-1] == 'ERROR: ' + told % machines[late].name
+
+
+NAN = """
+@add_to(training, 'check_finite')
+def spoil(check_finite, grads_and_vars, spec, tower):
+    late = tf.to_float(tf.train.get_global_step()) - 3
+    return check_finite(grads_and_vars, spec._replace(
+        losses=spec.losses + 0 * tf.where(late < 0, 1.0, float('nan'))), tower)
+"""
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_failure_of_one_is_told_on_all(start, index):
+    patches = ['', '']
+    patches[index] = NAN
+    machines = start(2, '--epochs', '500', patches=patches)
+    told = (
+        'step 4, tower 0: the loss has NaN values; the checkpoints are from before it'
+    )
+    for machine in machines:
+        status, _, err = machine.end()
+        other = '' if machine.index == index else machines[index].name + ': '
+        assert status == 1 and err == 'ERROR: %s%s\n' % (other, told)
+
+
+def test_a_mistake_that_only_the_first_can_see_is_told_on_all(main, flags, start):
+    done = main('train.py', '--model_dir', 'm', '--max_steps', '3', *flags)
+    assert done.status == 0
+    os.remove('m/model.ckpt-0-3.index')
+    machines = start(2)
+    for machine in machines:
+        status, _, err = machine.end()
+        assert status == 2, err
+        assert err.splitlines()[-1].endswith('start anew in another --model_dir')
+    assert 'ERROR: %s: m: no checkpoint' % machines[0].name in machines[1].read()[1]
+
+
+SPOIL = """
+@add_to(training, 'add_machines')
+def spoil(add_machines, calls, session, *args):
+    calls = add_machines(calls, session, *args)
+    def evaluate():
+        variable = tf.trainable_variables()[2]
+        variable.load(session.run(variable) * 1.0001, session)
+        return calls.evaluate()
+    return calls._replace(evaluate=evaluate)
+"""
+
+
+def test_other_variables_on_one_machine_are_found_at_the_epochs_end(start):
+    machines = start(2, patches=['', SPOIL])
+    told = '%s holds other values than machine 0 of conv2/kernel' % machines[1].name
+    for machine in machines:
+        status, _, err = machine.end()
+        assert status == 1 and err == 'ERROR: %s\n' % told
+    assert checkpoints.find('m') == [], 'what is wrong must not be saved'
+
+
+# Starting
+
+
+def test_a_late_one_is_waited_for_and_a_missing_one_given_up(start):
+    often = 'cluster.TELL_SECONDS = 0.5'
+    addresses = find_addresses(2)
+    argv = ['--max_steps', '2']
+    first = start(2, *argv, indices=[0], addresses=addresses, patches=[often])
+    first[0].wait_for('waiting for machine 1 (%s)\n' % addresses[1])
+    assert_all_end(start(2, *argv, indices=[1], addresses=addresses) + first, 0)
+    for index in (0, 1):
+        (lonely,) = start(
+            2, '--start_timeout', '2', indices=[index], addresses=addresses
+        )
+        status, _, err = lonely.end()
+        other = 'machine %d (%s)' % (1 - index, addresses[1 - index])
+        assert status == 1 and err == 'ERROR: gave up: %s did not come\n' % other
+
+
+OTHER_CODE = """
+@add_to(records, 'describe_facts')
+def change(describe_facts, *args):
+    return dict(describe_facts(*args), **%r)
+"""
+
+
+@pytest.mark.parametrize('what', ['flags', 'data', 'code', 'version', 'towers'])
+def test_machines_that_differ_are_told_in_one_line_on_each(
+    start, flags, small, tmp_path, what
+):
+    argv, patch = [], ''
+    if what == 'flags':
+        argv, told = ['--batch_size', '64'], 'has --batch_size 64, machine 0 32'
+    elif what == 'data':
+        changed = small.valid.images.copy()
+        changed[-1, -1, -1] += 1
+        valid = small.valid._replace(images=changed)
+        argv = [
+            '--data_dir',
+            write_data_set(tmp_path / 'd', small._replace(valid=valid)),
+        ]
+        told = 'has validation data with checksum '
+    elif what == 'code':
+        patch, told = OTHER_CODE % {'model.py': 'x'}, 'has model.py x, machine 0 with '
+    elif what == 'version':
+        patch = OTHER_CODE % {'TensorFlow': '1.14.0'}
+        told = 'has TensorFlow 1.14.0, machine 0 '
+    else:
+        argv, told = ['--num_gpus', '2'], 'has towers /cpu:0 /cpu:1, machine 0 /cpu:0'
+    addresses = find_addresses(2)
+    machines = start(2, indices=[0], addresses=addresses)
+    machines += start(2, *argv, indices=[1], addresses=addresses, patches=['', patch])
+    for machine in machines:
+        status, out, err = machine.end()
+        assert status == 2 and out == '' and err.count('\n') == 1, (out, err)
+        assert err.startswith('ERROR: %s %s' % (machines[1].name, told)), err
+        assert err.endswith(': make them equal\n')
+    assert not os.path.exists('m')
+
+
+def test_a_taken_port_is_told_in_one_line(start):
+    addresses = find_addresses(2)
+    with socket.socket() as taken:
+        taken.bind(('', int(addresses[1].split(':')[1])))
+        taken.listen(1)
+        (machine,) = start(2, indices=[1], addresses=addresses)
+        status, out, err = machine.end()
+    assert status == 2 and out == ''
+    assert err == (
+        'ERROR: port %s of %s: Address already in use; end what uses it, or give '
+        'another in TF_CONFIG\n' % (addresses[1].split(':')[1], machine.name)
+    )
+
+
+@pytest.mark.parametrize(
+    'text, told',
+    [
+        ('{"cluster": ', 'TF_CONFIG is no JSON'),
+        (make_config(['a:1', 'b:1'], 2), 'task index 2: "worker" has 2, from 0 on'),
+        (make_config(['a:1', 'b:1'], 0).replace('"index"', '"indices"'), 'index None'),
+        (
+            '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator"}}',
+            'the workers evaluate themselves',
+        ),
+    ],
+)
+def test_a_mistake_in_tf_config_is_one_line(main, flags, monkeypatch, text, told):
+    monkeypatch.setenv('TF_CONFIG', text)
+    assert_mistake(main('train_multi_gpu.py', *flags), told)
+    assert files() == []
+
+
+def test_without_machines_in_tf_config_there_is_one(main, flags, monkeypatch):
+    for text in ('', '{}', make_config(['nobody.invalid:1'], 0)):
+        monkeypatch.setenv('TF_CONFIG', text)
+        done = main('train_multi_gpu.py', '--max_steps', '2', *flags)
+        assert done.status == 0 and 'machine' not in done.out + done.err
+
+
+def test_the_script_for_one_gpu_refuses_several_machines(main, flags, monkeypatch):
+    monkeypatch.setenv('TF_CONFIG', make_config(['a:1', 'b:1'], 0))
+    told = 'TF_CONFIG names 2 machines: use train_multi_gpu.py, or unset it'
+    assert_mistake(main('train.py', *flags), told)
+
+
+# Stopping
+
+
+@pytest.mark.parametrize(
+    'index, number', [(0, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGINT)]
+)
+def test_a_signal_on_any_stops_all_after_the_same_step(start, index, number):
+    argv = ['--epochs', '40', '--batch_size', '10']
+    machines = start(3, *argv, patches=[TOLD_STEPS] * 3)
+    machines[0].wait_for('Epoch 3')
+    for address in (machine.name.split('(')[1][:-1] for machine in machines):
+        # A port scan, and one that talks.
+        host, port = address.split(':')
+        with socket.create_connection((host, int(port))):
+            pass
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(os.urandom(10000))
+    machines[index].process.send_signal(number)
+    assert_all_end(machines, 128 + number)
+    steps = [len(re.findall('step ', machine.read()[1])) for machine in machines]
+    assert len(set(steps)) == 1, steps
+    out, _ = machines[0].read()
+    who = '' if index == 0 else machines[index].name + ': '
+    told = '%sstopped by %s: saved in epoch ' % (who, signal.Signals(number).name)
+    assert told in out
+    assert read_checkpoint(checkpoints.find('m')[0])['global_step'] == steps[0]
+    if index == 1:
+        more = argv + ['--max_steps', str(steps[0] + 20)]
+        assert_all_end(start(3, *more), 0)
+        os.rename('m', 'stopped')
+        assert_all_end(start(3, *more), 0)
+        last = [checkpoints.find(directory)[0] for directory in ('stopped', 'm')]
+        assert_same_bits(*map(read_checkpoint, last))
+
+
+def test_the_time_limit_stops_all(start):
+    machines = start(2, '--epochs', '100000', '--max_minutes', '0.3')
+    assert_all_end(machines, 0, seconds=25)
+    out, _ = machines[0].read()
+    assert '--max_minutes is nearly over: saved in epoch ' in out
+    assert 'to go on: ' in out
