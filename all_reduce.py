@@ -14,12 +14,28 @@ GROUP_KEY = 1
 STEP_KEY, EVALUATION_KEY, FINGERPRINTS_KEY, BROADCAST_KEY = range(1, 5)
 
 
+# own: float32 scalar, 0 or what this machine ends with, see `Watch.wish`. value: what
+# is fed to `put`, the op that changes it.
+Wish = collections.namedtuple('Wish', 'own value put')
+
+
 def get_wish():
-    """Returns the graph's float32 scalar that is fed with `watch.Watch.wish`."""
+    """Returns the graph's `Wish`.
+
+    A variable, and no placeholder: a feed would cost each step more than the sum does,
+    and a machine wishes for something once.
+    """
     if not tf.get_collection('wish'):
         with tf.device('/cpu:0'):
-            wish = tf.placeholder_with_default(tf.constant(0.0), [], 'wish')
-        tf.add_to_collection('wish', wish)
+            own = tf.Variable(
+                0.0,
+                trainable=False,
+                collections=[tf.GraphKeys.LOCAL_VARIABLES],
+                name='wish',
+            )
+            value = tf.placeholder(tf.float32, [])
+            put = own.assign(value).op
+        tf.add_to_collection('wish', Wish(own + 0, value, put))
     return tf.get_collection('wish')[0]
 
 

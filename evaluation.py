@@ -60,7 +60,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
 
 def _gather(losses, predictions, machines):
     """Returns (losses, predictions, wishes), those of all machines in their order."""
-    own = [losses, tf.cast(predictions, tf.float32), all_reduce.get_wish()]
+    own = [losses, tf.cast(predictions, tf.float32), all_reduce.get_wish().own]
     losses, predictions, wishes = all_reduce.gather(
         own, machines, all_reduce.EVALUATION_KEY
     )
@@ -96,12 +96,11 @@ def _make_read(session, evaluation, watch):
     found = [evaluation.losses, evaluation.predictions]
     if watch is None:
         return session.make_callable(found, [evaluation.start])
-    run = session.make_callable(
-        found + [evaluation.wishes], [evaluation.start, all_reduce.get_wish()]
-    )
+    run = session.make_callable(found + [evaluation.wishes], [evaluation.start])
 
     def read(start):
-        *found, wishes = run(start, watch.wish())
+        watch.wish()
+        *found, wishes = run(start)
         utils.raise_if(watch.hear(wishes))
         return found
 

@@ -195,7 +195,7 @@ def average_over_machines(grads_and_vars, sums, machines):
     num_machines = len(machines.addresses)
     own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
     own += [tf.cast(sums.loss, tf.float32), sums.correct]
-    own += [all_reduce.put_in_slot(all_reduce.get_wish(), machines)]
+    own += [all_reduce.put_in_slot(all_reduce.get_wish().own, machines)]
     *totals, loss, correct, wishes = all_reduce.add_up(
         own, machines, all_reduce.STEP_KEY
     )

@@ -21,7 +21,7 @@ from keeper import NOTHING, open_keeper
 from sessions import open_session
 from tf1 import tf
 from utils import RunFailed, RunStopped, log
-from watch import AllFailed
+from watch import AllFailed, is_echo
 
 # Steps at the start of a process that images per second leave out.
 WARM_UP_STEPS = 10
@@ -315,8 +315,13 @@ def add_machines(calls, session, job, equality, machines, watch):
     They stop together: each says with every step whether it wishes to, and hears the
     others' wishes with its result.
     """
-    run_step = session.make_callable(job.train_op, [all_reduce.get_wish()])
+    wish = all_reduce.get_wish()
+    watch.make_wish = session.make_callable(wish.put, [wish.value])
     read_fingerprints = session.make_callable(equality.fingerprints)
+
+    def step():
+        watch.wish()
+        return calls.step()
 
     def check_equality():
         difference = all_reduce.find_difference(
@@ -327,7 +332,7 @@ def add_machines(calls, session, job, equality, machines, watch):
             raise AllFailed(difference)
 
     return calls._replace(
-        step=lambda: run_step(watch.wish()),
+        step=step,
         hear=watch.hear,
         evaluate=evaluation.make_evaluate(session, job.evaluation, watch=watch),
         check_equality=check_equality,
@@ -341,7 +346,7 @@ def train(flags, job, calls, model_dir):
         rows, saved = run_epochs(flags, job, calls)
     except tf.errors.InvalidArgumentError as error:
         found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
-        if not found:
+        if not found or is_echo(error):
             raise
         raise RunFailed(
             'step %d, %s has %s values; the checkpoints are from before it'

@@ -60,6 +60,9 @@ class Watch:
         self._end = end
         self._sending = {index: threading.Lock() for index in connections}
         self._ending = threading.Lock()
+        self._wished = False
+        # (1 + the status it ends with) -> None, the wish that each step carries.
+        self.make_wish = None
         self._steps = dict.fromkeys(range(len(machines.addresses)), 0)
         self._heard_at = time.monotonic()
         self._parted = {index: threading.Event() for index in connections}
@@ -74,9 +77,11 @@ class Watch:
     # What the main thread calls
 
     def wish(self):
-        """Returns what a step is fed: 0, or 1 + the status this machine ends with."""
-        stop = self._find_stop()
-        return 0 if stop is None else 1 + stop.status
+        """Before a step: makes it carry the wish to stop, once there is one."""
+        stop = None if self._wished else self._find_stop()
+        if stop is not None:
+            self._wished = True
+            self.make_wish(1 + stop.status)
 
     def hear(self, wishes=()):
         """Takes note of the end of a step.
@@ -121,7 +126,7 @@ class Watch:
             self.part()
             self._end(error)
             return
-        if isinstance(error, LOSSES):
+        if is_echo(error):
             time.sleep(
                 SILENCE_SECONDS + 2 * BEAT_SECONDS
             )  # who it was is known by then
@@ -179,6 +184,17 @@ class Watch:
                     return
             if isinstance(message.get('step'), int):
                 self._steps[index] = message['step']
+
+
+def is_echo(error):
+    """Returns whether an error is how another machine's end, or error, looks from here.
+
+    TensorFlow 1.15 hands the other's own error on, as one of the all-reduce.
+    """
+    handed_on = isinstance(error, tf.errors.OpError) and 'CollectiveReduce' in str(
+        error
+    )
+    return handed_on or isinstance(error, LOSSES)
 
 
 def find_reason(error):

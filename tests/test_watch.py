@@ -108,10 +108,16 @@ def test_a_first_step_that_does_not_end_has_its_limit_too(team):
 
 
 def test_all_hear_who_wishes_to_stop_and_how(team):
-    assert [one.wish() for one in team.watches] == [0, 0, 0]
+    made = [[], [], []]
+    for own, one in zip(made, team.watches):
+        one.make_wish = own.append
+        one.wish()
+    assert made == [[], [], []]
     team.wishes[1] = RunStopped('stopped by SIGTERM', 143)
     team.wishes[2] = RunStopped('--max_minutes is nearly over', 0)
-    assert [one.wish() for one in team.watches] == [0, 144, 1]
+    for one in team.watches * 2:
+        one.wish()
+    assert made == [[], [144], [1]], 'each wishes once'
     assert team.watches[0].hear([0.0, 0.0, 0.0]) is None
     heard = [one.hear([0.0, 144.0, 1.0]) for one in team.watches]
     assert all(isinstance(stop, AllStopped) and stop.status == 143 for stop in heard)
@@ -190,9 +196,19 @@ def test_a_failure_is_told_to_all_with_its_cause(team, index, error, kind, told)
             assert str(end[0]) == '%s: %s' % (team.name(index), told)
 
 
-def test_what_tensorflow_says_of_a_lost_machine_waits_for_its_name(team):
+@pytest.mark.parametrize(
+    'echo',
+    [
+        tf.errors.UnavailableError(None, None, 'Socket closed'),
+        tf.errors.InvalidArgumentError(
+            None, None, 'NaN [[all_reduce/CollectiveReduce]]'
+        ),
+    ],
+    ids=['lost', 'handed on'],
+)
+def test_what_tensorflow_says_of_another_machine_waits_for_its_name(team, echo):
     def fail():
-        raise tf.errors.UnavailableError(None, None, 'Socket closed')
+        raise echo
 
     thread = run(team, 0, fail)
     time.sleep(0.3)
