@@ -6,20 +6,19 @@ and so on. Nothing is saved but what --json and --plot name.
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import itertools
 import json
-import operator
 import os
-import platform
 import shlex
 import socket
-import statistics
 import sys
 import tempfile
 
 import numpy as np
 
+import benchmark_results
 import benchmark_rounds
 import command_line
 import input_pipeline
@@ -39,8 +38,6 @@ MEANINGLESS = (
     'save_every_seconds',
     'verbose',
 )
-# More towers with less than this times the images per second have gained nothing.
-GAIN = 1.1
 # The networks that the peers have, too.
 PEERS_MODELS = ('cnn',)
 
@@ -56,17 +53,24 @@ def main():
         log.warning('TensorFlow sees no GPU: the towers are on the CPU')
     with contextlib.ExitStack() as stack:
         towers = [start_towers(stack, flags, one) for one in training]
+        machines = [
+            start_machines(stack, flags, one, towers)
+            for one in training
+            if flags.machines and one.num_gpus % flags.machines == 0
+        ]
         peers = [start_towers(stack, flags, one, flags.against) for one in others]
         peers += start_peers(stack, flags, training) if flags.peers else []
-        answers = measure(flags, training[0], towers, peers)
+        answers = measure(flags, training[0], towers + machines, peers)
     peers = [one for one in peers if one.name in answers]
-    result = summarise(training[0], towers, peers, answers)
-    show(result, towers, peers)
+    result = benchmark_results.summarise(
+        training[0], towers, peers, answers, machines, left_out=MEANINGLESS
+    )
+    benchmark_results.show(result, towers, peers, machines)
     if flags.json:
         with open(flags.json, 'w') as file:
             file.write(json.dumps(result, indent=2) + '\n')
     if flags.plot:
-        plot(result, flags.plot)
+        benchmark_results.plot(result, flags.plot)
 
 
 # Flags
@@ -99,6 +103,13 @@ def parse(argv=None):
         help='measure Keras, MirroredStrategy and, where it is installed, PyTorch too',
     )
     parser.add_argument(
+        '--machines',
+        type=command_line.number(int, 2, command_line.MAX_TOWERS),
+        metavar='M',
+        help='spread the towers over so many processes too, which add up over loopback '
+        'as machines do over a network',
+    )
+    parser.add_argument(
         '--against',
         metavar='FLAGS',
         help='measure the same towers with these flags added or changed too, written '
@@ -122,6 +133,11 @@ def parse(argv=None):
     )
     flags, rest = parser.parse_known_args(argv)
     numbers = sorted(set(flags.num_gpus or _default_numbers(rest)))
+    if flags.machines and all(number % flags.machines for number in numbers):
+        raise UserError(
+            '--machines %d share no --num_gpus %s equally: give a multiple'
+            % (flags.machines, ' '.join(map(str, numbers)))
+        )
     training = [_parse_training(rest, n) for n in numbers]
     others = []
     if flags.against:
@@ -205,6 +221,40 @@ def start_towers(stack, flags, training, against=''):
     except benchmark_rounds.Ended as ended:
         raise_cause(label, ended)
     return Measured(name, label, training.num_gpus, ask, ready)
+
+
+def start_machines(stack, flags, training, towers):
+    """Starts the processes that share one number of towers; returns a `Measured`."""
+    each = training.num_gpus // flags.machines
+    (alone,) = [one for one in towers if one.num_gpus == training.num_gpus]
+    gpus = utils.choose_devices(training.device, training.num_gpus, training.gpus).gpus
+    addresses = ['127.0.0.1:%d' % _free_port() for _ in range(flags.machines)]
+    label = '%d machines x %s' % (flags.machines, utils.count(each, 'tower'))
+    asks = []
+    for index in range(flags.machines):
+        argv = training.argv + ['--num_gpus', str(each)]
+        if gpus:
+            own = gpus[index * each : (index + 1) * each]
+            argv += ['--gpus', ','.join(map(str, own))]
+        argument = {
+            'training': argv,
+            'addresses': addresses,
+            'index': index,
+            'steps': alone.ready['steps'],
+        }
+        script = os.path.join(HERE, 'benchmark_machines.py')
+        asks.append(stack.enter_context(benchmark_rounds.start(script, argument)))
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(asks)))
+
+    def ask():
+        return list(pool.map(lambda ask: ask(), asks))[0]
+
+    log.info('preparing %s', label)
+    try:
+        ready = ask()
+    except benchmark_rounds.Ended as ended:
+        raise_cause(label, ended)
+    return Measured(label, label, training.num_gpus, ask, ready)
 
 
 def find_cause(ended):
@@ -292,179 +342,6 @@ def measure(flags, training, towers, peers):
                 log.warning('%s is left out: %s', one.label, find_cause(ended))
                 del answers[one.name]
     return answers
-
-
-# Results
-
-
-def summarise(training, towers, peers, answers):
-    """Returns what --json writes, from the answers of all rounds."""
-    per_towers = collections.OrderedDict()
-    for one in towers:
-        rounds = answers[one.name]
-        # Neighbouring slices are compared: both had the same share of the machine.
-        pairs = [pair for answer in rounds for pair in answer['rates']]
-        per_towers[one.name] = {
-            'global_batch': one.num_gpus * training.batch_size,
-            **_rate(rounds),
-            'limit_images_per_second': statistics.median(limit for _, limit in pairs),
-            'limit_share': statistics.median(rate / limit for rate, limit in pairs),
-            'overhead_microseconds_per_image': statistics.median(
-                1e6 / rate - 1e6 / limit for rate, limit in pairs
-            ),
-            'input_wait_share': statistics.median(
-                answer['input_wait_share'] for answer in rounds
-            ),
-            'graph_seconds': one.ready['graph_seconds'],
-            'threads': one.ready['threads'],
-        }
-    smallest = towers[0]
-    for one in towers:
-        gain = (
-            per_towers[one.name]['images_per_second']
-            / per_towers[smallest.name]['images_per_second']
-        )
-        per_towers[one.name]['efficiency'] = gain * smallest.num_gpus / one.num_gpus
-    per_peer = collections.OrderedDict()
-    for one in peers:
-        ours = map(_round_rate, answers[str(one.num_gpus)])
-        theirs = map(_round_rate, answers[one.name])
-        per_peer[one.name] = {
-            'num_gpus': one.num_gpus,
-            **_rate(answers[one.name]),
-            # Of each round: both were slowed by the same other work.
-            'towers_times_as_fast': statistics.median(
-                map(operator.truediv, ours, theirs)
-            ),
-            'version': one.ready.get('version'),
-        }
-    return {
-        'towers': per_towers,
-        'peers': per_peer,
-        'flags': {k: v for k, v in vars(training).items() if k not in MEANINGLESS},
-        'rounds': len(answers[smallest.name]),
-        'devices': {
-            'towers': towers[-1].ready['towers'],
-            'cores': utils.count_cores(),
-        },
-        'threads': {one.name: one.ready['threads'] for one in towers},
-        'versions': {
-            'python': platform.python_version(),
-            'tensorflow': towers[-1].ready['tensorflow'],
-            'numpy': np.__version__,
-        },
-    }
-
-
-def _round_rate(answer):
-    """Returns the images per second of one round of towers or of a peer."""
-    if 'rates' in answer:
-        return statistics.median(rate for rate, _ in answer['rates'])
-    return answer['images_per_second']
-
-
-def _rate(rounds):
-    """Returns the median over rounds, and how far they are apart as a share of it."""
-    rates = list(map(_round_rate, rounds))
-    median = statistics.median(rates)
-    return {'images_per_second': median, 'spread': (max(rates) - min(rates)) / median}
-
-
-def show(result, towers, peers):
-    """Prints the tables, and advice where more towers gain nothing."""
-    log.info(
-        'TensorFlow %s on %s, model %s: medians of %d rounds',
-        result['versions']['tensorflow'],
-        ' '.join(result['devices']['towers']),
-        result['flags']['model'],
-        result['rounds'],
-    )
-    head = '%6s %7s %7s %9s %6s %10s %8s %9s %6s'
-    row = '%6d %7s %7d %9s %5.0f%% %9.0f%% %7.1f%% %6.2f us %5.1f%%'
-    log.info('')
-    log.info(head, '', '', 'global', '', '', '', 'of', 'overhead', 'input')
-    log.info(
-        head,
-        *('towers', 'threads', 'batch', 'images/s', 'spread', 'efficiency', 'limit'),
-        *('per image', 'wait'),
-    )
-    for one in towers:
-        figures = result['towers'][one.name]
-        log.info(
-            row,
-            one.num_gpus,
-            '%d + %d' % tuple(figures['threads']),
-            figures['global_batch'],
-            '{:,.0f}'.format(figures['images_per_second']),
-            100 * figures['spread'],
-            100 * figures['efficiency'],
-            100 * figures['limit_share'],
-            figures['overhead_microseconds_per_image'],
-            100 * figures['input_wait_share'],
-        )
-    if peers:
-        log.info('')
-        log.info('%-22s %10s %7s   %s', 'against', 'images/s', 'spread', 'towers are')
-    for one in peers:
-        figures = result['peers'][one.name]
-        log.info(
-            '%-22s %10s %6.0f%%   %.2f times as fast',
-            one.label,
-            '{:,.0f}'.format(figures['images_per_second']),
-            100 * figures['spread'],
-            figures['towers_times_as_fast'],
-        )
-    for sentence in advise(result):
-        log.info('')
-        log.info(sentence)
-
-
-def advise(result):
-    """Returns a sentence for each number of towers that gains nothing."""
-    sentences = []
-    rates = [(int(n), f['images_per_second']) for n, f in result['towers'].items()]
-    on_cpu = 'cpu' in result['devices']['towers'][0]
-    cores = result['devices']['cores']
-    for (fewer, before), (more, after) in zip(rates, rates[1:]):
-        if after >= GAIN * before:
-            continue
-        if on_cpu and more > cores:
-            why = 'they share %s' % utils.count(cores, 'core')
-        else:
-            why = (
-                'give each tower more to do in a step, such as --batch_size %d or a '
-                'larger network' % (8 * result['flags']['batch_size'])
-            )
-        sentences.append(
-            '%s gain nothing over %d here (%.2f times the images per second): %s.'
-            % (utils.count(more, 'tower'), fewer, after / before, why)
-        )
-    return sentences
-
-
-def plot(result, path):
-    """Draws images per second as bars, and the limits as lines across them."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    labels = [utils.count(int(n), 'tower') for n in result['towers']]
-    rates = [figures['images_per_second'] for figures in result['towers'].values()]
-    limits = [f['limit_images_per_second'] for f in result['towers'].values()]
-    peers = [figures['images_per_second'] for figures in result['peers'].values()]
-    names = labels + [name.replace('_', ' ') for name in result['peers']]
-    axes.bar(names[: len(rates)], rates, label='towers')
-    axes.bar(names[len(rates) :], peers, label='peers', color='grey')
-    axes.plot(names[: len(rates)], limits, 'k_', markersize=40, label='limit')
-    axes.set_ylabel('images/s')
-    axes.set_title('TensorFlow %s' % result['versions']['tensorflow'])
-    axes.set_ylim(0, 1.3 * max(rates + limits + peers))
-    axes.legend(markerscale=0.3, ncol=3)
-    figure.autofmt_xdate()
-    figure.savefig(path, dpi=120, bbox_inches='tight')
-    pyplot.close(figure)
 
 
 if __name__ == '__main__':

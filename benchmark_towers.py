@@ -90,6 +90,7 @@ def prepare(argument):
         steps = int(argument['seconds'] / slices * rate)
         steps = warm_up + max(LEAST_STEPS, steps)
         ready['round_seconds'] = slices * steps / rate
+        ready['steps'] = steps
 
         def measure():
             rates = []
@@ -117,9 +118,7 @@ def _open_job(
       seconds it waited for input (and None).
     """
     with tf.Graph().as_default(), tf.device('/cpu:0'):
-        job = train_multi_gpu.build_job(
-            flags, devices.towers, data, build_input=build_input
-        )
+        job = train_multi_gpu.build_job(flags, devices.towers, data, build_input)
         waited = tf.get_collection('waited') or [build_timed_puts(job)]
         end_of_epoch = training.build_end_of_epoch(job.state)
         xla = utils.use_xla(flags.xla, devices.towers)

@@ -27,12 +27,12 @@ def main():
         data = input_pipeline.load(flags.data_dir)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
-            job = build_job(flags, devices.towers, data, machines)
+            job = build_job(flags, devices.towers, data, machines=machines)
             training.run(flags, devices, data, job, model_dir, machines)
 
 
 def build_job(
-    flags, devices, data, machines=cluster.ONE, build_input=input_pipeline.build
+    flags, devices, data, build_input=input_pipeline.build, machines=cluster.ONE
 ):
     """Builds the whole graph, a tower per device; returns it as a `training.Job`."""
     tf.set_random_seed(flags.seed)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import benchmark
+import benchmark_results
 import benchmark_rounds
 import benchmark_towers
 import input_pipeline
@@ -75,7 +76,7 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
 
 
 def make_result(rates, cores=2, device='/cpu:', rounds=5):
-    """A result of `benchmark.summarise`, of `rates`: {towers: [(loop, limit)]}."""
+    """What `summarise` makes of `rates`: {towers: [(loop, limit)]}."""
     measured = [
         benchmark.Measured(
             str(n),
@@ -95,7 +96,7 @@ def make_result(rates, cores=2, device='/cpu:', rounds=5):
         str(n): [{'rates': [pair], 'input_wait_share': 0.01 * n} for pair in pairs]
         for n, pairs in rates.items()
     }
-    result = benchmark.summarise(make_flags(), measured, [], answers)
+    result = benchmark_results.summarise(make_flags(), measured, [], answers)
     result['devices']['cores'] = cores
     return result
 
@@ -108,7 +109,7 @@ def test_a_peer_is_compared_within_each_round():
         {'towers': ['/cpu:0'], 'threads': [1, 2], 'tensorflow': '', 'graph_seconds': 0},
     )
     peer = benchmark.Measured('keras_fit_1', 'Keras fit, 1', 1, None, {'version': '3'})
-    result = benchmark.summarise(
+    result = benchmark_results.summarise(
         make_flags(), [tower], [peer], {'1': ours, 'keras_fit_1': theirs}
     )
     figures = result['peers']['keras_fit_1']
@@ -154,7 +155,7 @@ def test_figures_by_value():
 )
 def test_advice_where_more_towers_gain_nothing(rates, cores, device, advice):
     rates = {n: [(rate, rate)] for n, rate in rates.items()}
-    sentences = benchmark.advise(make_result(rates, cores, device))
+    sentences = benchmark_results.advise(make_result(rates, cores, device))
     assert len(sentences) == bool(advice)
     for part in advice:
         assert part in sentences[0]

@@ -1,0 +1,111 @@
+"""The process of benchmark.py that is one of several machines, on loopback."""
+
+import contextlib
+import math
+import statistics
+import sys
+import time
+
+import all_reduce
+import benchmark_rounds
+import command_line
+import input_pipeline
+import keeper
+import model
+import screen
+import sessions
+import train_multi_gpu
+import training
+import utils
+from benchmark_towers import SLICES
+from cluster import Machines
+from tf1 import tf
+
+# Of the all-reduce alone, in each round.
+RUNS = 50
+# No other op of the graph has it.
+KEY = 100
+
+
+@contextlib.contextmanager
+def prepare(argument):
+    """Builds and warms up what is measured; see `benchmark_rounds.serve`.
+
+    Args:
+      argument: `training`, flags of train_multi_gpu.py; `addresses` and `index`, those
+        of `cluster.Machines`; `steps`, how many each slice of a round has.
+    """
+    flags = command_line.parse('', model.NETWORKS, True, argument['training'])
+    flags.save_every_seconds = flags.step_timeout = math.inf  # others have their turns
+    machines = Machines(argument['addresses'], argument['index'])
+    devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
+    data = input_pipeline.load(flags.data_dir)
+    steps = argument['steps']
+    warm_up = (
+        3 * input_pipeline.steps_per_enqueue(flags.batch_size * flags.num_gpus) + 1
+    )
+
+    def find_stop():
+        return None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tf.Graph().as_default())
+        stack.enter_context(tf.device('/cpu:0'))
+        job = train_multi_gpu.build_job(flags, devices.towers, data, machines=machines)
+        end_of_epoch = training.build_end_of_epoch(job.state)
+        equality = all_reduce.build_equality(tf.global_variables(), [], machines)
+        reduce_alone = build_alone(job.gradients, machines)
+        initialise = [
+            tf.global_variables_initializer(),
+            tf.local_variables_initializer(),
+        ]
+        session, _, watch = stack.enter_context(
+            sessions.open_session(flags, devices, data, None, machines, find_stop)
+        )
+        session.run(initialise, job.feeds)
+        session.run(equality.broadcast)
+        session.run(job.pipeline.start)
+        calls = training.make_calls(
+            session, job, end_of_epoch, find_stop, keeper.NOTHING
+        )
+        calls = training.add_machines(calls, session, job, equality, machines, watch)
+        reduce_alone = session.make_callable(reduce_alone)
+        stack.enter_context(training.queue_runners(session, find_stop, watch.leave))
+        calls.prefill()
+
+        def take(steps):
+            with screen.open_bar(flags, 0, steps) as bar:
+                between = training.make_between(flags, calls, bar, 0, steps)
+                return training.take_steps(
+                    calls.step, steps, warm_up, between, job.pipeline.global_batch
+                )
+
+        def measure():
+            rates = [take(steps) for _ in range(SLICES)]
+            began = time.perf_counter()
+            for _ in range(RUNS):
+                reduce_alone()
+            return {
+                'images_per_second': statistics.median(rates),
+                'all_reduce_seconds': (time.perf_counter() - began) / RUNS,
+            }
+
+        rate = take(steps) / job.pipeline.global_batch
+        reduce_alone()
+        yield {'round_seconds': SLICES * steps / rate}, measure
+
+
+def build_alone(grads_and_vars, machines):
+    """Returns the op that adds up as many numbers as a step does, and nothing else."""
+    size = sum(variable.shape.num_elements() for _, variable in grads_and_vars)
+    numbers = tf.Variable(
+        tf.zeros([size + 2 + len(machines.addresses)]),
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        name='numbers',
+    )
+    return all_reduce.add_up([numbers + 0], machines, KEY)[0].op
+
+
+if __name__ == '__main__':
+    sys.exit(utils.run_main(lambda: benchmark_rounds.serve(prepare)))
