@@ -5,6 +5,7 @@ waits for the others for ever.
 """
 
 import collections
+import itertools
 
 from cluster import name_machine
 from tf1 import tf
@@ -65,7 +66,9 @@ def add_up(tensors, machines, key):
             subdiv_offsets=[0],
         )
         total.set_shape(packed.shape)
-        parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
+        ends = list(itertools.accumulate(t.shape.num_elements() for t in tensors))
+        # Slices share the vector's memory where it is aligned; `tf.split` copies.
+        parts = [total[start:end] for start, end in zip([0] + ends, ends)]
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
 
 

@@ -36,6 +36,7 @@ MEANINGLESS = (
     'max_steps',
     'model_dir',
     'save_every_seconds',
+    'step_timeout',
     'verbose',
 )
 # The networks that the peers have, too.

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import statistics
 import sys
 import time
@@ -38,6 +39,7 @@ def prepare(argument):
     flags = command_line.parse('', model.NETWORKS, True, argument['training'])
     flags.save_every_seconds = flags.step_timeout = math.inf  # others have their turns
     machines = Machines(argument['addresses'], argument['index'])
+    take_cores(machines)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     data = input_pipeline.load(flags.data_dir)
     steps = argument['steps']
@@ -93,6 +95,16 @@ def prepare(argument):
         rate = take(steps) / job.pipeline.global_batch
         reduce_alone()
         yield {'round_seconds': SLICES * steps / rate}, measure
+
+
+def take_cores(machines):
+    """Keeps this process to its share of the cores, as a machine has its own."""
+    if hasattr(os, 'sched_getaffinity'):
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // len(machines.addresses)
+        if share:
+            own = cores[machines.index * share : (machines.index + 1) * share]
+            os.sched_setaffinity(0, own)
 
 
 def build_alone(grads_and_vars, machines):

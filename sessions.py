@@ -1,7 +1,6 @@
 """Opens the session of a run: on one machine, or together with the others."""
 
 import contextlib
-import functools
 import logging
 
 import cluster
@@ -51,9 +50,14 @@ def open_session(flags, devices, data, model_dir, machines, find_stop):
     if machines.index > 0:
         screen.introduce_other(flags, devices, machines)
         log.setLevel(logging.WARNING)
-    start_server = functools.partial(
-        cluster.start_server, machines, connections, flags.start_timeout
-    )
+
+    def start_server(config):
+        if not devices.gpus:
+            # While a machine waits for another, threads that spin would take the cores
+            # of those that read what it sends.
+            config.experimental.disable_thread_spinning = True
+        return cluster.start_server(machines, connections, flags.start_timeout, config)
+
     with utils.open_session(devices, threads, xla, start_server) as session:
         watch = Watch(machines, connections, flags, find_stop, screen.leave)
         with watched(watch):

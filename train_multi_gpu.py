@@ -193,15 +193,16 @@ def average_over_machines(grads_and_vars, sums, machines):
       (grads_and_vars, sums) of all machines, the same bits on each.
     """
     num_machines = len(machines.addresses)
-    own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
+    shares = [tf.convert_to_tensor(g) * (1.0 / num_machines) for g, _ in grads_and_vars]
+    own = [tf.cast(share, tf.float32) for share in shares]
     own += [tf.cast(sums.loss, tf.float32), sums.correct]
     own += [all_reduce.put_in_slot(all_reduce.get_wish().own, machines)]
-    *totals, loss, correct, wishes = all_reduce.add_up(
+    *means, loss, correct, wishes = all_reduce.add_up(
         own, machines, all_reduce.STEP_KEY
     )
     averaged = [
-        (tf.cast(total * (1.0 / num_machines), variable.dtype.base_dtype), variable)
-        for total, (_, variable) in zip(totals, grads_and_vars)
+        (tf.cast(mean, variable.dtype.base_dtype), variable)
+        for mean, (_, variable) in zip(means, grads_and_vars)
     ]
     images = sums.images * num_machines
     return averaged, training.Sums(tf.cast(loss, tf.float64), correct, images, wishes)

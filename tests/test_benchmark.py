@@ -30,7 +30,7 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
         'benchmark.py',
         *('--num_gpus', '2', '1', '--device', 'cpu', '--xla', 'off', '--peers'),
         *('--data_dir', small_dir, '--batch_size', '10', '--json', 'b.json'),
-        *('--against', '--dropout 0'),
+        *('--against', '--dropout 0', '--machines', '2'),
         *quick,
     )
     assert done.status == 0, done.err
@@ -49,6 +49,12 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
     against = {'1 --dropout 0', '2 --dropout 0'}
     assert against | {'keras_fit_1', 'mirroredstrategy_2'} <= set(peers)
     assert all(peer['images_per_second'] > 0 for peer in peers.values())
+    assert list(result['machines']) == ['2 machines x 1 tower']
+    machines = result['machines']['2 machines x 1 tower']
+    assert machines['num_gpus'] == 2 and machines['images_per_second'] > 0
+    assert 0 < machines['all_reduce_milliseconds']
+    (line,) = [x for x in done.out.splitlines() if x.startswith('2 machines x 1 tower')]
+    assert '{:,.0f}'.format(machines['images_per_second']) in line
     assert result['versions']['tensorflow'] == tf.version.VERSION
     assert result['devices']['towers'] == ['/cpu:0', '/cpu:1']
     assert result['rounds'] == 5
@@ -116,6 +122,28 @@ def test_a_peer_is_compared_within_each_round():
     assert figures['images_per_second'] == 10
     assert figures['towers_times_as_fast'] == 2
     assert figures['spread'] == 4.5
+
+
+def test_machines_are_compared_with_as_many_towers_in_each_round():
+    ours = [
+        {'images_per_second': rate, 'all_reduce_seconds': 0.008} for rate in (320, 400)
+    ]
+    theirs = [{'rates': [(rate, 1)], 'input_wait_share': 0} for rate in (400, 640)]
+    tower = benchmark.Measured(
+        *('2', '2 towers', 2, None),
+        {'towers': ['/cpu:0'], 'threads': [1, 2], 'tensorflow': '', 'graph_seconds': 0},
+    )
+    machines = benchmark.Measured('2 x 1', '2 x 1', 2, None, {})
+    result = benchmark_results.summarise(
+        *(make_flags(), [tower], [], {'2': theirs, '2 x 1': ours}, [machines])
+    )
+    figures = result['machines']['2 x 1']
+    # A step has 64 images: 200 and 160 ms, against 160 and 100 ms.
+    assert figures['share_of_one_machine'] == pytest.approx((0.8 + 0.625) / 2)
+    assert figures['step_milliseconds'] == pytest.approx(180)
+    assert figures['overhead_milliseconds'] == pytest.approx((40 + 60) / 2)
+    assert figures['all_reduce_milliseconds'] == pytest.approx(8)
+    assert figures['all_reduce_share'] == pytest.approx((8 / 200 + 8 / 160) / 2)
 
 
 def test_figures_by_value():
@@ -285,6 +313,7 @@ def test_help_fits_into_80_columns_and_names_each_flag(monkeypatch, capsys):
         (['--against', '--xla maybe'], "invalid choice: 'maybe'"),
         (['--save_every_seconds', '1'], '--save_every_seconds has no meaning'),
         (['--verbose'], '--verbose has no meaning for benchmark.py: drop it'),
+        (['--machines', '3'], '--machines 3 share no --num_gpus 1 2 equally: give a'),
         (['--colour', 'red'], 'unrecognized arguments: --colour red'),
         (['--batch_size', 'x'], '--batch_size'),
         (
