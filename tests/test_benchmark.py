@@ -52,7 +52,7 @@ def test_a_run_measures_towers_and_peers_and_writes_json(small_dir):
     assert list(result['machines']) == ['2 machines x 1 tower']
     machines = result['machines']['2 machines x 1 tower']
     assert machines['num_gpus'] == 2 and machines['images_per_second'] > 0
-    assert 0 < machines['all_reduce_milliseconds']
+    assert machines['all_reduce_milliseconds'] > 0
     (line,) = [x for x in done.out.splitlines() if x.startswith('2 machines x 1 tower')]
     assert '{:,.0f}'.format(machines['images_per_second']) in line
     assert result['versions']['tensorflow'] == tf.version.VERSION
