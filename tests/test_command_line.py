@@ -328,7 +328,7 @@ def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
     assert done.status == 0 and len(sizes) == 20
     assert len(set(nodes)) == 1
     # A leak of one batch per step would be 17 MB; the allocators need some epochs.
-    assert sizes[-1] - sizes[7] < 8e6, sizes
+    assert sizes[-1] - sizes[7] < 12e6, sizes
 
 
 def test_evaluation_counts_every_image_once_for_any_number_of_towers(main, mnist):

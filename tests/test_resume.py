@@ -128,8 +128,8 @@ input_pipeline.epoch_order = lambda n, seed, epoch: stall(order(n, seed, epoch))
 """
 STALLED_EVALUATION = """
 build = evaluation.build
-def stalled_build(*args):
-    built, feeds = build(*args)
+def stalled_build(*args, **kwargs):
+    built, feeds = build(*args, **kwargs)
     return built._replace(losses=stall(built.losses)), feeds
 evaluation.build = stalled_build
 """
