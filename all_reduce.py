@@ -9,6 +9,7 @@ import itertools
 
 from cluster import name_machine
 from tf1 import tf
+from utils import UserError
 
 # One group of all machines; each op has an instance key of its own.
 GROUP_KEY = 1
@@ -46,8 +47,8 @@ def add_up(tensors, machines, key):
     They travel as one vector: an all-reduce costs more than its bytes.
 
     Args:
-      tensors: list of dense tensors of one dtype (float32, float64 or int64) and of
-        known shape, the same on every machine.
+      tensors: list of dense tensors of one dtype (float32, float64, int32 or int64)
+        and of known shape, the same on every machine.
       machines: the `cluster.Machines`.
       key: an integer that no other call in the graph has.
 
@@ -118,15 +119,19 @@ def build_broadcast(variables, machines, key):
     """Returns the op that gives the variables machine 0's values, bit for bit.
 
     Args:
-      variables: of any type of numbers.
+      variables: of numbers or bools.
       machines: the `cluster.Machines`.
       key: the first of two integers.
+
+    Raises:
+      UserError: a variable is of another type.
     """
     first = machines.index == 0
     by_dtype = collections.OrderedDict()
     for variable in variables:
         # As integers, of which zero added changes none: minus zero would become zero.
-        bits = _to_bits(variable + 0 if first else tf.zeros_like(variable + 0))
+        bits = _to_bits(variable)
+        bits = bits if first else tf.zeros_like(bits)
         by_dtype.setdefault(bits.dtype, []).append((variable, bits))
     assigns = []
     for place, pairs in enumerate(by_dtype.values()):
@@ -138,12 +143,16 @@ def build_broadcast(variables, machines, key):
     return tf.group(*assigns)
 
 
-def _to_bits(value):
-    """Returns a tensor's bits as int32, or int64 where that has no room for them."""
-    dtype = value.dtype
+def _to_bits(variable):
+    """Returns a variable's bits as int32, or int64 where that has no room for them."""
+    value, dtype = tf.identity(variable), variable.dtype.base_dtype
     if dtype.is_floating:
-        integers = {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]
-        value = tf.bitcast(value, integers)
+        value = tf.bitcast(value, {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size])
+    elif not (dtype.is_integer or dtype == tf.bool):
+        raise UserError(
+            'variable %s is %s: several machines share only numbers and bools'
+            % (variable.op.name, dtype.name)
+        )
     return tf.cast(value, tf.int64 if dtype.size == 8 else tf.int32)
 
 
@@ -158,11 +167,23 @@ def build_fingerprints(variables, machines, key):
     """Returns int64 [machines, variables]: a hash of each variable of each machine."""
     hashes = []
     for variable in variables:
-        bits = tf.cast(tf.reshape(_to_bits(variable + 0), [-1]), tf.int64)
-        # Odd factors, so that neither an exchange nor any one bit goes unseen.
-        factors = 2 * tf.range(bits.shape.num_elements(), dtype=tf.int64) + 1
+        bits = tf.cast(tf.reshape(_to_bits(variable), [-1]), tf.int64)
+        factors = _mix(tf.range(bits.shape.num_elements(), dtype=tf.int64))
         hashes.append(tf.reduce_sum(bits * factors))
     return gather([tf.stack(hashes)], machines, key)[0]
+
+
+def _mix(numbers):
+    """Returns an odd int64 for each, such that no few of them stand in a simple ratio.
+
+    Source: the mixing step of Steele et al. 2014, "Fast splittable pseudorandom number
+    generators", with its constants as signed numbers.
+    """
+    mixed = (numbers + 1) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        shifted = tf.bitwise.right_shift(mixed, tf.constant(shift, tf.int64))
+        mixed = tf.bitwise.bitwise_xor(mixed, shifted) * factor
+    return tf.bitwise.bitwise_or(mixed, tf.constant(1, tf.int64))
 
 
 def find_difference(fingerprints, names, machines):
@@ -176,7 +197,10 @@ def find_difference(fingerprints, names, machines):
     for index, own in enumerate(fingerprints):
         differing = [n for n, a, b in zip(names, own, fingerprints[0]) if a != b]
         if differing:
-            return '%s holds other values than machine 0 of %s%s' % (
+            return (
+                '%s holds other values than machine 0 of %s%s: have all the same '
+                'processors, libraries and network?'
+            ) % (
                 name_machine(machines, index),
                 ', '.join(differing[:3]),
                 ' and %d more' % (len(differing) - 3) if len(differing) > 3 else '',

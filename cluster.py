@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import socket
 import threading
@@ -22,12 +23,14 @@ from utils import RunFailed, UserError, log
 # Seconds that a connection has to say who it is.
 HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
+DIAL_SECONDS = 5.0
 TELL_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 
 # addresses: 'host:port' of every machine, in the order of their indices. index: which
 # of them this is.
 Machines = collections.namedtuple('Machines', 'addresses index')
+ADDRESS = re.compile(r'(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$')
 # Without TF_CONFIG.
 ONE = Machines(['localhost'], 0)
 
@@ -48,7 +51,7 @@ def read_machines(text):
     """
     try:
         config = json.loads(text or '{}')
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _mistake('is no JSON: %s' % error) from None
     if config == {}:
         return ONE
@@ -73,7 +76,7 @@ def read_machines(text):
     kind, index = task.get('type'), task.get('index')
     if not isinstance(kind, str) or kind not in jobs:
         raise _mistake('task type %r is not in "cluster"' % (kind,))
-    if not isinstance(index, int) or not 0 <= index < len(jobs[kind]):
+    if type(index) is not int or not 0 <= index < len(jobs[kind]):
         raise _mistake(
             'task index %r: "%s" has %d, from 0 on' % (index, kind, len(jobs[kind]))
         )
@@ -103,10 +106,15 @@ def _mistake(what):
 
 
 def _is_address(value):
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not ADDRESS.match(value):
         return False
-    host, _, port = value.rpartition(':')
-    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+    return 0 < _split(value)[1] < 65536
+
+
+def _split(address):
+    """Returns (host, port) of 'host:port' or '[host]:port'."""
+    host, _, port = address.rpartition(':')
+    return host.strip('[]'), int(port)
 
 
 def name_machine(machines, index):
@@ -123,8 +131,9 @@ def bind(machines):
     Raises:
       UserError: the port is taken. (TensorFlow's own words for that are a riddle.)
     """
-    port = int(machines.addresses[machines.index].rpartition(':')[2])
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    host, port = _split(machines.addresses[machines.index])
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(('', port))
@@ -201,8 +210,28 @@ def _gather(machines, facts, listener, deadline, news):
         if difference:
             _tell(found, mistake=difference)
             raise UserError(difference)
+    for index in sorted(found):
+        error = _find_no_way(machines, index)
+        if error:
+            name = name_machine(machines, index)
+            _tell(found, failed='%s can not be reached: %s' % (name, error))
+            raise RunFailed('%s can not be reached: %s' % (name, error))
     _tell(found, met=news)
     return {index: connection for index, (connection, _) in found.items()}
+
+
+def _find_no_way(machines, index):
+    """Returns why a machine, which listens, can't be reached, or None."""
+    address = _split(machines.addresses[index])
+    try:
+        socket.create_connection(address, DIAL_SECONDS).close()
+    except OSError as error:
+        return _explain(error)
+    return None
+
+
+def _explain(error):
+    return getattr(error, 'strerror', None) or str(error)
 
 
 def _greet(connection, hellos, greeting):
@@ -217,8 +246,12 @@ def _greet(connection, hellos, greeting):
 
 
 def _welcome(machines, found, connection, index, facts):
-    known = isinstance(index, int) and 0 < index < len(machines.addresses)
-    if not known or not isinstance(facts, dict):
+    number = len(machines.addresses)
+    if type(index) is not int or index <= 0 or not isinstance(facts, dict):
+        connection.close()
+    elif index >= number:
+        mistake = "machine 0's TF_CONFIG names %d machines: make them equal" % number
+        _tell({index: (connection, facts)}, mistake=mistake)
         connection.close()
     elif index in found and not _is_closed(found[index][0]):
         mistake = '%s is there already' % name_machine(machines, index)
@@ -257,19 +290,21 @@ def _compare(machines, index, theirs, ours):
 
 def _report(machines, facts, deadline):
     """The other machines' part of `meet`."""
-    host, _, port = machines.addresses[0].rpartition(':')
     first = name_machine(machines, 0)
     tell_at = time.monotonic() + TELL_SECONDS
     while True:
         try:
-            connection = socket.create_connection((host, int(port)), HELLO_SECONDS)
+            address = _split(machines.addresses[0])
+            connection = socket.create_connection(address, HELLO_SECONDS)
             return _introduce(connection, machines, facts, deadline)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             now = time.monotonic()
             if now >= deadline:
-                raise RunFailed('gave up: %s did not come' % first) from None
+                raise RunFailed(
+                    'gave up: %s did not come (%s)' % (first, _explain(error))
+                ) from None
             if now >= tell_at:
-                log.info('waiting for %s', first)
+                log.info('waiting for %s (%s)', first, _explain(error))
                 tell_at = now + TELL_SECONDS
             time.sleep(RETRY_SECONDS)
 
@@ -340,7 +375,7 @@ def start_server(machines, connections, start_timeout, config):
     """
     config.experimental.collective_group_leader = '/job:worker/replica:0/task:0'
     config.device_filters.append('/job:worker/task:%d' % machines.index)
-    hosts = {address.rpartition(':')[0].strip('[]') for address in machines.addresses}
+    hosts = {_split(address)[0] for address in machines.addresses}
     for name in ('no_proxy', 'NO_PROXY'):
         # TensorFlow's channels would otherwise go through a web proxy.
         listed = [host for host in os.environ.get(name, '').split(',') if host]

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -42,7 +43,19 @@ PASSING_FLAGS = {
     'verbose',
 }
 # Flags that machines may have each for itself; towers are compared as devices.
-OWN_FLAGS = {'data_dir', 'gpus', 'model_dir', 'no_progress', 'num_gpus', 'verbose'}
+OWN_FLAGS = {
+    'data_dir',
+    'gpus',
+    'keep',
+    'max_minutes',
+    'model_dir',
+    'no_progress',
+    'num_gpus',
+    'save_every_seconds',
+    'summary_steps',
+    'trace',
+    'verbose',
+}
 
 
 @contextlib.contextmanager
@@ -70,6 +83,8 @@ def claim_model_dir(flags, towers, machines=ONE):
         model_dir, made = _make_new(flags, towers * len(machines.addresses))
     else:
         model_dir, made = flags.model_dir, _make_directories(flags.model_dir)
+    remove_empty = functools.partial(_remove_empty, made)
+    utils.cleaning.append(remove_empty)
     directory = None
     try:
         directory = _lock(model_dir)
@@ -78,11 +93,14 @@ def claim_model_dir(flags, towers, machines=ONE):
     finally:
         if directory is not None:
             os.close(directory)
-        for path in made:
-            try:
-                os.rmdir(path)
-            except OSError:  # not empty
-                break
+        remove_empty()
+        utils.cleaning.remove(remove_empty)
+
+
+def _remove_empty(directories):
+    with contextlib.suppress(OSError):  # not empty
+        for path in directories:
+            os.rmdir(path)
 
 
 def _make_new(flags, towers):
@@ -194,6 +212,14 @@ def begin(model_dir, config):
             model_dir,
             *(before['threads'], config['threads']),
         )
+    machines = len(before.get('machines', config['machines']))
+    if machines != len(config['machines']):
+        log.warning(
+            '%s was trained on %s, not %d so far',
+            model_dir,
+            utils.count(machines, 'machine'),
+            len(config['machines']),
+        )
     text = json.dumps(config, indent=2, sort_keys=True)
     try:
         utils.log_to(os.path.join(model_dir, 'train.log'))
@@ -254,7 +280,7 @@ def describe_data(data):
     }
 
 
-def describe_facts(flags, devices, data):
+def describe_facts(flags, devices, data, machines):
     """Returns what must be equal on all machines, {name: JSON's types}."""
     here = os.path.dirname(os.path.abspath(__file__))
     # Not by getattr, which makes TensorFlow's lazy modules import what they stand for.
@@ -268,6 +294,7 @@ def describe_facts(flags, devices, data):
     for name, examples in (('training', data.train), ('validation', data.valid)):
         facts[name + ' data'] = _checksum(*examples)
     facts.update(towers=' '.join(devices.towers), TensorFlow=tf.version.VERSION)
+    facts['TF_CONFIG'] = ' '.join(machines.addresses)
     return facts
 
 

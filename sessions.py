@@ -43,7 +43,7 @@ def open_session(flags, devices, data, model_dir, machines, find_stop):
     # Bits depend on threads, and only the first machine knows those of earlier runs.
     connections, threads = cluster.meet(
         machines,
-        records.describe_facts(flags, devices, data),
+        records.describe_facts(flags, devices, data, machines),
         flags.start_timeout,
         news=threads,
     )

@@ -29,6 +29,10 @@ for number, name in ((1, 'stdout'), (2, 'stderr')):
 VERBOSE = '--verbose' in sys.argv
 
 
+# The stderr that `quiet_stderr` has put aside, if it has.
+_aside = []
+
+
 @contextlib.contextmanager
 def quiet_stderr():
     """Holds back what C++ code writes to stderr; replays it if the block raises.
@@ -39,6 +43,7 @@ def quiet_stderr():
         yield
         return
     stderr = os.dup(2)
+    _aside.append(stderr)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
@@ -50,7 +55,14 @@ def quiet_stderr():
             raise
         finally:
             os.dup2(stderr, 2)
+            _aside.remove(stderr)
             os.close(stderr)
+
+
+def show_stderr():
+    """Brings stderr back, for a thread that ends the process inside `quiet_stderr`."""
+    for stderr in _aside[:1]:
+        os.dup2(stderr, 2)
 
 
 @contextlib.contextmanager
@@ -73,7 +85,7 @@ def import_tensorflow():
     """Returns `tensorflow.compat.v1`, v2 behaviour off, and what has no public name."""
     if not VERBOSE:
         # Of several machines, a lost one is told by name: its channels' errors are not.
-        level = '3' if os.environ.get('TF_CONFIG') else '2'
+        level = '3' if 'cluster' in os.environ.get('TF_CONFIG', '') else '2'
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', level)
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
     with quiet_stderr(), leave_at_once():

@@ -193,8 +193,8 @@ def average_over_machines(grads_and_vars, sums, machines):
       (grads_and_vars, sums) of all machines, the same bits on each.
     """
     num_machines = len(machines.addresses)
-    shares = [tf.convert_to_tensor(g) * (1.0 / num_machines) for g, _ in grads_and_vars]
-    own = [tf.cast(share, tf.float32) for share in shares]
+    own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
+    own = [gradient * (1.0 / num_machines) for gradient in own]
     own += [tf.cast(sums.loss, tf.float32), sums.correct]
     own += [all_reduce.put_in_slot(all_reduce.get_wish().own, machines)]
     *means, loss, correct, wishes = all_reduce.add_up(

@@ -313,8 +313,10 @@ def add_machines(calls, session, job, equality, machines, watch):
     """Returns the `Calls` of a run on several machines.
 
     They stop together: each says with every step whether it wishes to, and hears the
-    others' wishes with its result.
+    others' wishes with its result. That they are equal is checked after the first step
+    too: where they can't be, nobody waits for an epoch to learn it.
     """
+    checked = False
     wish = all_reduce.get_wish()
     watch.make_wish = session.make_callable(wish.put, [wish.value])
     read_fingerprints = session.make_callable(equality.fingerprints)
@@ -322,6 +324,22 @@ def add_machines(calls, session, job, equality, machines, watch):
     def step():
         watch.wish()
         return calls.step()
+
+    def special_steps(*args):
+        special = calls.keeper.special_steps(*args)
+        return {n: functools.partial(run_special, f) for n, f in special.items()}
+
+    def run_special(function, step):
+        watch.wish()
+        return function(step)
+
+    def hear(wishes=()):
+        nonlocal checked
+        stop = watch.hear(wishes)
+        if len(wishes) and not checked:
+            checked = True
+            check_equality()
+        return stop
 
     def check_equality():
         difference = all_reduce.find_difference(
@@ -333,9 +351,10 @@ def add_machines(calls, session, job, equality, machines, watch):
 
     return calls._replace(
         step=step,
-        hear=watch.hear,
+        hear=hear,
         evaluate=evaluation.make_evaluate(session, job.evaluation, watch=watch),
         check_equality=check_equality,
+        keeper=calls.keeper._replace(special_steps=special_steps),
     )
 
 

@@ -11,9 +11,12 @@ import sys
 import tempfile
 import traceback
 
-from tf1 import quiet_stderr, tf
+from tf1 import quiet_stderr, show_stderr, tf
 
 log = logging.getLogger('train')
+
+# Functions that `leave` calls.
+cleaning = []
 
 
 class UserError(Exception):
@@ -351,18 +354,22 @@ def find_cause(error):
     """Returns in one line what an error says happened.
 
     TensorFlow 2.x puts where the op was built before that, both lines a count of
-    errors if there are several.
+    errors if there are several, and a server which task it was.
     """
-    text = str(error)
+    text = re.sub(r'^From /job:\S+:\s*\n', '', str(error))
     if text.startswith('Graph execution error'):
         text = re.sub(r'(?s)^.*\nNode: [^\n]*\n', '', text)
     text = re.sub(r'^\d+ root error\(s\) found\.\s*\(0\) ', '', text)
+    text = re.sub(r'^(\w+: )?From /job:\S+:\s*\n', r'\1', text)
     return (text.strip() or '(no message)').splitlines()[0]
 
 
 def leave(error):
     """Ends the process at once, whatever its threads are doing."""
+    show_stderr()
     status = report(error)
+    for clean in cleaning:
+        clean()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)

@@ -63,7 +63,9 @@ class Watch:
         self._wished = False
         # (1 + the status it ends with) -> None, the wish that each step carries.
         self.make_wish = None
-        self._steps = dict.fromkeys(range(len(machines.addresses)), 0)
+        self._steps = self._inside = 0
+        # Of the others: twice the steps done, and one more inside a step.
+        self._places = dict.fromkeys(connections, 0)
         self._heard_at = time.monotonic()
         self._parted = {index: threading.Event() for index in connections}
         self._closed = threading.Event()
@@ -77,14 +79,15 @@ class Watch:
     # What the main thread calls
 
     def wish(self):
-        """Before a step: makes it carry the wish to stop, once there is one."""
+        """Before each step: makes it carry the wish to stop, once there is one."""
+        self._inside = 1
         stop = None if self._wished else self._find_stop()
         if stop is not None:
             self._wished = True
             self.make_wish(1 + stop.status)
 
     def hear(self, wishes=()):
-        """Takes note of the end of a step.
+        """Takes note of the end of a step, without wishes only that all is well.
 
         Args:
           wishes: those of all machines, as the step returned them.
@@ -92,8 +95,10 @@ class Watch:
         Returns:
           The `AllStopped` of the first machine that wishes to stop, or None.
         """
-        self._steps[self._machines.index] += 1
         self._heard_at = time.monotonic()
+        if len(wishes):
+            self._inside = 0
+            self._steps += 1
         for index, wish in enumerate(wishes):
             if wish:
                 reason, status = stopping.explain(int(wish) - 1), int(wish) - 1
@@ -127,9 +132,10 @@ class Watch:
             self._end(error)
             return
         if is_echo(error):
-            time.sleep(
-                SILENCE_SECONDS + 2 * BEAT_SECONDS
-            )  # who it was is known by then
+            # By then it is known who it was; where it was nobody, who has not only been
+            # handed the error tells it.
+            beats = 4 if 'CollectiveReduce' in str(error) else 2
+            time.sleep(SILENCE_SECONDS + beats * BEAT_SECONDS)
         told = find_reason(error)
         kind = 'mistake' if isinstance(error, UserError) else 'failed'
         name = name_machine(self._machines, self._machines.index)
@@ -151,18 +157,22 @@ class Watch:
 
     def _beat(self):
         while not self._closed.wait(BEAT_SECONDS):
-            self._tell(step=self._steps[self._machines.index])
+            self._tell(place=2 * self._steps + self._inside)
             if self._machines.index == 0:  # it hears of all, and waits for all
                 self._check_step()
 
     def _check_step(self):
-        flag = 'step_timeout' if self._steps[0] else 'start_timeout'
+        flag = 'step_timeout' if self._steps else 'start_timeout'
         limit = getattr(self._flags, flag)
         if time.monotonic() - self._heard_at > limit:
-            behind = min(self._steps, key=self._steps.get)
-            reason = 'a step did not end within --%s %g; %s is the furthest behind' % (
-                *(flag, limit, name_machine(self._machines, behind)),
-            )
+            places = dict(self._places)
+            places[0] = 2 * self._steps + self._inside
+            behind = min(places, key=places.get)
+            if len(set(places.values())) == 1:
+                who = 'all machines are inside it: the input of one, or the network?'
+            else:
+                who = '%s is the furthest behind' % name_machine(self._machines, behind)
+            reason = 'a step did not end within --%s %g; %s' % (flag, limit, who)
             self._leave(RunFailed(reason), failed=reason)
 
     def _listen(self, index):
@@ -182,8 +192,8 @@ class Watch:
                     reason = str(message[kind])
                     self._leave(error(reason), **{kind: reason})
                     return
-            if isinstance(message.get('step'), int):
-                self._steps[index] = message['step']
+            if isinstance(message.get('place'), int):
+                self._places[index] = message['place']
 
 
 def is_echo(error):

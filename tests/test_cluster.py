@@ -11,7 +11,7 @@ import pytest
 import cluster
 import messages
 from cluster import ONE, Machines
-from tests.conftest import Machine
+from tests.conftest import Machine, find_addresses
 from utils import RunFailed, UserError
 
 
@@ -52,6 +52,10 @@ def test_tf_config_names_the_machines(text, expected):
         ('{"cluster": {"worker": ["a:1", "b:1"]}}', 'has no "task"'),
         (config('worker', 2, worker=AB), 'task index 2: "worker" has 2, from 0 on'),
         (config('worker', -1, worker=AB), 'task index -1'),
+        (config('worker', True, worker=AB), 'task index True'),
+        ('[' * 100000, 'is no JSON'),
+        (config('worker', 0, worker=['a:1', 'http://b:1']), 'is no list of'),
+        (config('worker', 0, worker=['a:1', 'b:\u00b2']), 'is no list of'),
         (config('worker', '0', worker=AB), "task index '0'"),
         (config('master', 0, worker=AB), "task type 'master' is not in"),
         (config(['x'], 0, worker=AB), 'is not in "cluster"'),
@@ -125,7 +129,8 @@ def test_a_missing_one_ends_all_by_name(addresses):
         outcome = machine.wait()
         assert isinstance(outcome, RunFailed) and str(outcome) == told
     lonely = Machine(addresses, 1, start_timeout=1).wait()
-    assert str(lonely) == 'gave up: machine 0 (%s) did not come' % addresses[0]
+    told = 'gave up: machine 0 (%s) did not come (Connection refused)'
+    assert str(lonely) == told % addresses[0]
 
 
 def test_what_differs_is_told_on_every_machine(addresses):
@@ -153,6 +158,26 @@ def test_a_taken_port_is_one_line(addresses):
         assert isinstance(outcome, UserError)
         assert 'port %s of machine 1' % port in str(outcome)
         assert 'Address already in use' in str(outcome)
+
+
+def test_ipv6_addresses(monkeypatch):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(('::1', 0))
+        except OSError:
+            pytest.skip('no IPv6 here')
+    ports = [address.rpartition(':')[2] for address in find_addresses(2)]
+    machines = [Machine(['[::1]:' + port for port in ports], i) for i in (0, 1)]
+    assert all(isinstance(machine.wait(), dict) for machine in machines)
+
+
+def test_a_machine_of_a_larger_cluster_is_told(addresses):
+    zero = Machine(addresses[:2], 0)
+    stranger = Machine(addresses, 2)
+    told = "machine 0's TF_CONFIG names 2 machines: make them equal"
+    assert str(stranger.wait()) == told
+    assert isinstance(Machine(addresses[:2], 1).wait(), dict)
+    assert isinstance(zero.wait(), dict)
 
 
 def test_the_same_machine_twice_is_refused(addresses):
