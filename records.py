@@ -310,7 +310,11 @@ def continuing_command(model_dir):
     words = [_python()] + sys.argv
     if model_dir and '--model_dir' not in ' '.join(words):
         words += ['--model_dir', model_dir]
-    return ' '.join(map(shlex.quote, words))
+    text = ' '.join(map(shlex.quote, words))
+    config = os.environ.get('TF_CONFIG', '')
+    if 'cluster' in config:  # of several machines; the others have their own
+        text = 'TF_CONFIG=%s %s' % (shlex.quote(config), text)
+    return text
 
 
 def next_command(script, model_dir):

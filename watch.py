@@ -19,6 +19,8 @@ from utils import RunFailed, RunStopped, UserError
 BEAT_SECONDS = 1.0
 # A machine that has not been heard for so long is gone.
 SILENCE_SECONDS = 15.0
+# What is in the text of an error that came with the all-reduce.
+HANDED_ON = 'CollectiveReduce'
 # How TensorFlow 2.x says that another machine is gone, before the watch has seen it.
 LOSSES = (
     tf.errors.AbortedError,
@@ -134,7 +136,7 @@ class Watch:
         if is_echo(error):
             # By then it is known who it was; where it was nobody, who has not only been
             # handed the error tells it.
-            beats = 4 if 'CollectiveReduce' in str(error) else 2
+            beats = 4 if HANDED_ON in str(error) else 2
             time.sleep(SILENCE_SECONDS + beats * BEAT_SECONDS)
         told = find_reason(error)
         kind = 'mistake' if isinstance(error, UserError) else 'failed'
@@ -201,10 +203,9 @@ def is_echo(error):
 
     TensorFlow 1.15 hands the other's own error on, as one of the all-reduce.
     """
-    handed_on = isinstance(error, tf.errors.OpError) and 'CollectiveReduce' in str(
-        error
-    )
-    return handed_on or isinstance(error, LOSSES)
+    if isinstance(error, LOSSES):
+        return True
+    return isinstance(error, tf.errors.OpError) and HANDED_ON in str(error)
 
 
 def find_reason(error):

@@ -28,7 +28,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import all_reduce, checkpoints, cluster, evaluation, input_pipeline, model, records
-import train_multi_gpu, training, utils, watch
+import sessions, train_multi_gpu, training, utils, watch
 from tf1 import tf
 
 def say(*words):
@@ -386,6 +386,23 @@ def test_a_machine_killed_in_a_traced_step_is_named(start):
     assert status == 1 and 'ERROR: %s is gone' % machines[1].name in err, err
 
 
+BEFORE_BROADCAST = """
+@add_to(sessions, 'watched')
+def slow(watched, *args):
+    say('here')
+    time.sleep(100)
+"""
+
+
+def test_a_kill_before_the_first_step_leaves_no_empty_directory(start):
+    machines = start(2, patches=['', BEFORE_BROADCAST])
+    machines[1].wait_for('here')
+    machines[1].process.send_signal(signal.SIGKILL)
+    status, _, err = machines[0].end()
+    assert status == 1 and err.startswith('ERROR: %s is gone: ' % machines[1].name)
+    assert not os.path.exists('m')
+
+
 NAN = """
 @add_to(training, 'check_finite')
 def spoil(check_finite, grads_and_vars, spec, tower):
@@ -605,4 +622,4 @@ def test_the_time_limit_stops_all(start):
     assert_all_end(machines, 0, seconds=20)
     out, _ = machines[0].read()
     assert '--max_minutes is nearly over: saved in epoch ' in out
-    assert 'to go on: ' in out
+    assert "to go on: TF_CONFIG='{" in out

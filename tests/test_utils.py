@@ -212,5 +212,10 @@ def test_the_cause_of_a_failed_op_comes_first_on_both_lines():
             with pytest.raises(tf.errors.InvalidArgumentError) as caught:
                 session.run(fetches, {index: 5})
             assert 'indices = 5 is not in [0, 2)' in utils.find_cause(caught.value)
+    # As a server tells it.
+    told = 'From /job:worker/replica:0/task:1:\nindices = 5\n\t [[{{node Gather}}]]'
+    roots = '2 root error(s) found.\n  (0) Invalid argument: ' + told
+    assert utils.find_cause(ValueError(told)) == 'indices = 5'
+    assert utils.find_cause(ValueError(roots)) == 'Invalid argument: indices = 5'
     assert utils.find_cause(ValueError('this\nthat')) == 'this'
     assert utils.find_cause(ValueError()) == '(no message)'
