@@ -360,7 +360,7 @@ def find_cause(error):
     if text.startswith('Graph execution error'):
         text = re.sub(r'(?s)^.*\nNode: [^\n]*\n', '', text)
     text = re.sub(r'^\d+ root error\(s\) found\.\s*\(0\) ', '', text)
-    text = re.sub(r'^(\w+: )?From /job:\S+:\s*\n', r'\1', text)
+    text = re.sub(r'^([\w ]+: )?From /job:\S+:\s*\n', r'\1', text)
     return (text.strip() or '(no message)').splitlines()[0]
 
 
