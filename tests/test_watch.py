@@ -24,7 +24,7 @@ class Team:
         self.connections = [machine.wait() for machine in machines]
         self.ends = [[], [], []]
         self.wishes = [None, None, None]
-        flags = argparse.Namespace(step_timeout=0.5, start_timeout=2.0)
+        flags = argparse.Namespace(step_timeout=1.5, start_timeout=3.0)
         self.watches = [
             Watch(
                 machine.machines,
@@ -43,7 +43,7 @@ class Team:
 @pytest.fixture
 def team(addresses, monkeypatch):
     monkeypatch.setattr(watch, 'BEAT_SECONDS', 0.05)
-    monkeypatch.setattr(watch, 'SILENCE_SECONDS', 1.0)
+    monkeypatch.setattr(watch, 'SILENCE_SECONDS', 3.0)
     team = Team(addresses)
     yield team
     for one in team.watches:
@@ -67,7 +67,7 @@ def go_on(team, seconds, indices=(0, 1, 2)):
 
 
 def test_heartbeats_keep_quiet_machines_together(team):
-    go_on(team, 2.5)
+    go_on(team, 4.5)
     assert team.ends == [[], [], []]
 
 
@@ -97,13 +97,13 @@ def test_a_step_that_does_not_end_names_who_is_behind(team):
     go_on(team, 0.2)
     go_on(team, 0.2, indices=(0, 1))
     wait_until(lambda: all(team.ends))
-    told = 'a step did not end within --step_timeout 0.5; %s is the' % team.name(2)
+    told = 'a step did not end within --step_timeout 1.5; %s is the' % team.name(2)
     assert all(str(end[0]).startswith(told) for end in team.ends), team.ends
 
 
 def test_a_first_step_that_does_not_end_has_its_limit_too(team):
     wait_until(lambda: all(team.ends))
-    told = 'a step did not end within --start_timeout 2; '
+    told = 'a step did not end within --start_timeout 3; '
     assert all(str(end[0]).startswith(told) for end in team.ends), team.ends
 
 
