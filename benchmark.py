@@ -216,12 +216,16 @@ def start_towers(stack, flags, training, against=''):
     ask = stack.enter_context(benchmark_rounds.start(script, argument))
     label = ' '.join(filter(None, [utils.count(training.num_gpus, 'tower'), against]))
     name = ' '.join(filter(None, [str(training.num_gpus), against]))
+    return Measured(name, label, training.num_gpus, ask, get_ready(label, ask))
+
+
+def get_ready(label, ask):
+    """Returns the first answer of a process; what ends it instead ends all."""
     log.info('preparing %s', label)
     try:
-        ready = ask()
+        return ask()
     except benchmark_rounds.Ended as ended:
         raise_cause(label, ended)
-    return Measured(name, label, training.num_gpus, ask, ready)
 
 
 def start_machines(stack, flags, training, towers):
@@ -231,6 +235,9 @@ def start_machines(stack, flags, training, towers):
     gpus = utils.choose_devices(training.device, training.num_gpus, training.gpus).gpus
     addresses = ['127.0.0.1:%d' % _free_port() for _ in range(flags.machines)]
     label = '%d machines x %s' % (flags.machines, utils.count(each, 'tower'))
+    # Before the processes, which so are ended first: its threads wait for them.
+    pool = concurrent.futures.ThreadPoolExecutor(flags.machines)
+    stack.enter_context(pool)
     asks = []
     for index in range(flags.machines):
         argv = training.argv + ['--num_gpus', str(each)]
@@ -245,17 +252,11 @@ def start_machines(stack, flags, training, towers):
         }
         script = os.path.join(HERE, 'benchmark_machines.py')
         asks.append(stack.enter_context(benchmark_rounds.start(script, argument)))
-    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(asks)))
 
     def ask():
         return list(pool.map(lambda ask: ask(), asks))[0]
 
-    log.info('preparing %s', label)
-    try:
-        ready = ask()
-    except benchmark_rounds.Ended as ended:
-        raise_cause(label, ended)
-    return Measured(label, label, training.num_gpus, ask, ready)
+    return Measured(label, label, training.num_gpus, ask, get_ready(label, ask))
 
 
 def find_cause(ended):

@@ -18,7 +18,7 @@ import sessions
 import train_multi_gpu
 import training
 import utils
-from benchmark_towers import SLICES
+from benchmark_towers import SLICES, count_warm_up
 from cluster import Machines
 from tf1 import tf
 
@@ -43,9 +43,7 @@ def prepare(argument):
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     data = input_pipeline.load(flags.data_dir)
     steps = argument['steps']
-    warm_up = (
-        3 * input_pipeline.steps_per_enqueue(flags.batch_size * flags.num_gpus) + 1
-    )
+    warm_up = count_warm_up(flags.batch_size * flags.num_gpus)
 
     def find_stop():
         return None

@@ -67,9 +67,7 @@ def prepare(argument):
             flags, input_pipeline.build if flags.staging else build_timed_input
         )
         global_batch = flags.batch_size * flags.num_gpus
-        # After so many steps the batches that the input had made while it was not
-        # measured are used up: two runs of its thread in the queue and one under way.
-        warm_up = 3 * input_pipeline.steps_per_enqueue(global_batch) + 1
+        warm_up = count_warm_up(global_batch)
 
         def take(step, steps, between=lambda *_: 0.0):
             return training.take_steps(step, steps, warm_up, between, global_batch)
@@ -106,6 +104,15 @@ def prepare(argument):
             return {'rates': rates, 'input_wait_share': run_timed(steps)}
 
         yield ready, measure
+
+
+def count_warm_up(own_batch):
+    """Returns after how many steps the input is no longer ahead.
+
+    The batches it had made while it was not measured are used up by then: two runs of
+    its thread in the queue and one under way.
+    """
+    return 3 * input_pipeline.steps_per_enqueue(own_batch) + 1
 
 
 def _open_job(

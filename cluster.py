@@ -371,7 +371,8 @@ def start_server(machines, connections, start_timeout, config):
         leads the all-reduce, and what lets a session start without the others.
 
     Raises:
-      RunFailed: the port was taken meanwhile, or another machine is gone.
+      UserError: the port was taken meanwhile.
+      RunFailed: the server did not start, or another machine is gone.
     """
     config.experimental.collective_group_leader = '/job:worker/replica:0/task:0'
     config.device_filters.append('/job:worker/task:%d' % machines.index)
@@ -380,16 +381,16 @@ def start_server(machines, connections, start_timeout, config):
         # TensorFlow's channels would otherwise go through a web proxy.
         listed = [host for host in os.environ.get(name, '').split(',') if host]
         os.environ[name] = ','.join(listed + sorted(hosts - set(listed)))
-    try:
-        with quiet_stderr():
-            server = tf.train.Server(
-                tf.train.ClusterSpec({'worker': machines.addresses}),
-                job_name='worker',
-                task_index=machines.index,
-                config=config,
-            )
-    except tf.errors.UnknownError as error:
+    server = None
+    with quiet_stderr(), contextlib.suppress(tf.errors.UnknownError):
+        server = tf.train.Server(
+            tf.train.ClusterSpec({'worker': machines.addresses}),
+            job_name='worker',
+            task_index=machines.index,
+            config=config,
+        )
+    if server is None:
         bind(machines).close()  # says so if the port has been taken
-        raise RunFailed("TensorFlow's server: %s" % error) from None
+        raise RunFailed("TensorFlow's server did not start: --verbose shows why")
     _go_together(machines, connections, start_timeout)
     return server.target

@@ -553,6 +553,25 @@ def test_a_taken_port_is_told_in_one_line(start):
     )
 
 
+PORT_TAKEN = """
+@add_to(cluster, 'meet')
+def meet(meet, machines, *args, **kwargs):
+    met = meet(machines, *args, **kwargs)
+    meet.taken = cluster.bind(machines)
+    return met
+"""
+
+
+def test_a_port_that_is_taken_at_the_last_moment_is_told_in_one_line(start):
+    machines = start(2, patches=['', PORT_TAKEN])
+    status, _, err = machines[1].end()
+    assert status == 2 and err.count('\n') == 1, err
+    assert 'of %s: Address already in use; ' % machines[1].name in err
+    status, _, err = machines[0].end()
+    told = 'ERROR: %s left before the start (' % machines[1].name
+    assert status == 1 and err.startswith(told) and err.count('\n') == 1, err
+
+
 @pytest.mark.parametrize(
     'text, told',
     [
