@@ -21,7 +21,7 @@ import numpy as np
 import benchmark_results
 import benchmark_rounds
 import command_line
-import input_pipeline
+import data_sets
 import model
 import screen
 import utils
@@ -275,7 +275,7 @@ def raise_cause(label, ended):
 
 def start_peers(stack, flags, training):
     """Starts the processes of the peers; returns a list of `Measured`."""
-    data = input_pipeline.load(training[0].data_dir)
+    data = data_sets.load(training[0].data_dir)
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     examples = os.path.join(scratch, 'examples.npz')
     np.savez(examples, images=data.train.images, labels=data.train.labels)

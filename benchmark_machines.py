@@ -10,7 +10,7 @@ import time
 import all_reduce
 import benchmark_rounds
 import command_line
-import input_pipeline
+import data_sets
 import keeper
 import model
 import screen
@@ -41,7 +41,7 @@ def prepare(argument):
     machines = Machines(argument['addresses'], argument['index'])
     take_cores(machines)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
-    data = input_pipeline.load(flags.data_dir)
+    data = data_sets.load(flags.data_dir)
     steps = argument['steps']
     warm_up = count_warm_up(flags.batch_size * flags.num_gpus)
 

@@ -11,6 +11,7 @@ import time
 
 import benchmark_rounds
 import command_line
+import data_sets
 import input_pipeline
 import keeper
 import model
@@ -41,7 +42,7 @@ def prepare(argument):
     flags.save_every_seconds = math.inf
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     threads = utils.choose_threads(flags, devices.towers)
-    data = input_pipeline.load(flags.data_dir)
+    data = data_sets.load(flags.data_dir)
 
     began = time.perf_counter()
     with tf.Graph().as_default(), tf.device('/cpu:0'):

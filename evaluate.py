@@ -7,8 +7,8 @@ import sys
 import numpy as np
 
 import command_line
+import data_sets
 import evaluation
-import input_pipeline
 import model
 import screen
 import trained
@@ -83,7 +83,7 @@ def load(flags, found):
                 '%s was trained on %s, which is not there: say where with --data_dir'
                 % (found.model_dir, data_dir)
             )
-    examples = input_pipeline.load_valid(data_dir)
+    examples = data_sets.load_valid(data_dir)
     shape = list(examples.images.shape[1:])
     if shape != found.image_shape or examples.labels.max() >= found.num_classes:
         raise UserError(

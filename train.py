@@ -6,6 +6,7 @@ import sys
 
 import cluster
 import command_line
+import data_sets
 import evaluation
 import input_pipeline
 import model
@@ -20,7 +21,7 @@ def main():
     cluster.check_alone(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
     with records.claim_model_dir(flags, towers=1) as model_dir:
-        data = input_pipeline.load(flags.data_dir)
+        data = data_sets.load(flags.data_dir)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers[0], data)

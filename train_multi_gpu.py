@@ -8,6 +8,7 @@ import sys
 import all_reduce
 import cluster
 import command_line
+import data_sets
 import evaluation
 import gradient_packs
 import input_pipeline
@@ -24,7 +25,7 @@ def main():
     machines = cluster.read_machines(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers), machines) as model_dir:
-        data = input_pipeline.load(flags.data_dir)
+        data = data_sets.load(flags.data_dir)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers, data, machines=machines)

@@ -25,7 +25,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 import command_line  # noqa: E402
-import input_pipeline  # noqa: E402
+import data_sets  # noqa: E402
 import model  # noqa: E402
 import train_multi_gpu  # noqa: E402
 from tf1 import tf  # noqa: E402
@@ -99,7 +99,7 @@ def classify(name):
 def draw_graph(path):
     """Draws the graph that two GPUs train on, the ops of one job put together."""
     flags = command_line.parse('', model.NETWORKS, True, ['--num_gpus', '2'])
-    data = input_pipeline.load(flags.data_dir)
+    data = data_sets.load(flags.data_dir)
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         job = train_multi_gpu.build_job(flags, ['/gpu:0', '/gpu:1'], data)
         order, gather = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
@@ -193,7 +193,7 @@ def describe_groups(groups):
 
 def draw_digit(path):
     """Draws the first test image of MNIST, for predict.py."""
-    data = input_pipeline.load(os.path.join(ROOT, 'data', 'mnist'))
+    data = data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
     figure = pyplot.figure(figsize=(2, 2))
     axes = figure.add_axes([0, 0, 1, 1])
     axes.imshow(data.valid.images[0, :, :, 0], cmap='gray_r', interpolation='bicubic')

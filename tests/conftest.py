@@ -17,7 +17,7 @@ import pytest
 
 import cluster
 import command_line
-import input_pipeline
+import data_sets
 import model
 import tf1
 import train_multi_gpu
@@ -57,15 +57,15 @@ def fresh_graph(tmp_path, monkeypatch):
 @pytest.fixture(scope='session')
 def mnist():
     """The whole MNIST."""
-    return input_pipeline.load(os.path.join(ROOT, 'data', 'mnist'))
+    return data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
 
 
 @pytest.fixture(scope='session')
 def small(mnist):
     """The first 2000 training and 500 test images of MNIST."""
-    return input_pipeline.DataSet(
-        input_pipeline.Examples(*(a[:2000] for a in mnist.train)),
-        input_pipeline.Examples(*(a[:500] for a in mnist.valid)),
+    return data_sets.DataSet(
+        data_sets.Examples(*(a[:2000] for a in mnist.train)),
+        data_sets.Examples(*(a[:500] for a in mnist.valid)),
         mnist.num_classes,
     )
 

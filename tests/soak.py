@@ -19,7 +19,7 @@ import tempfile
 import time
 
 import checkpoints
-import input_pipeline
+import data_sets
 from tests.conftest import (
     ROOT,
     assert_same_bits,
@@ -137,10 +137,10 @@ def main():
     parser.add_argument('--epochs', type=int, default=20)
     parser.add_argument('--seed', type=int, default=0)
     flags = parser.parse_args()
-    mnist = input_pipeline.load(os.path.join(ROOT, 'data', 'mnist'))
+    mnist = data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
     part = mnist._replace(
-        train=input_pipeline.Examples(*(a[:4000] for a in mnist.train)),
-        valid=input_pipeline.Examples(*(a[:500] for a in mnist.valid)),
+        train=data_sets.Examples(*(a[:4000] for a in mnist.train)),
+        valid=data_sets.Examples(*(a[:500] for a in mnist.valid)),
     )
     with tempfile.TemporaryDirectory() as directory:
         data_dir = write_data_set(pathlib.Path(directory, 'data'), part)

@@ -17,6 +17,7 @@ import threading
 import numpy as np
 import pytest
 
+import data_sets
 import input_pipeline
 import records
 import training
@@ -332,8 +333,8 @@ def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
 
 
 def test_evaluation_counts_every_image_once_for_any_number_of_towers(main, mnist):
-    valid = input_pipeline.Examples(*(a[:733] for a in mnist.valid))
-    train = input_pipeline.Examples(*(a[:640] for a in mnist.train))
+    valid = data_sets.Examples(*(a[:733] for a in mnist.valid))
+    train = data_sets.Examples(*(a[:640] for a in mnist.train))
     os.mkdir('data')
     for prefix, examples in (('train', train), ('t10k', valid)):
         write_idx('data/%s-images-idx3-ubyte' % prefix, examples.images[..., 0])

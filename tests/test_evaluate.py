@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import checkpoints
+import data_sets
 import evaluate
-import input_pipeline
 import records
 from tests.conftest import (
     ROOT,
@@ -131,9 +131,9 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(main, trained_dir):
 def test_other_test_images_can_be_given_without_training_images(
     main, trained_dir, mnist, tmp_path
 ):
-    other = input_pipeline.DataSet(
-        input_pipeline.Examples(*(a[:50] for a in mnist.train)),
-        input_pipeline.Examples(*(a[500:531] for a in mnist.valid)),
+    other = data_sets.DataSet(
+        data_sets.Examples(*(a[:50] for a in mnist.train)),
+        data_sets.Examples(*(a[500:531] for a in mnist.valid)),
         mnist.num_classes,
     )
     write_data_set(tmp_path / 'other', other)

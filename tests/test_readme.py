@@ -19,7 +19,7 @@ import evaluate
 import export
 import model
 import predict
-from input_pipeline import Examples
+from data_sets import Examples
 from tests.conftest import ROOT, write_data_set
 
 # What is not run here, and why.

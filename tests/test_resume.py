@@ -96,7 +96,8 @@ def test_a_row_whose_checkpoint_was_never_written_is_written_once(main, flags):
 PROGRAM = """
 import sys, time
 import numpy as np
-import evaluation, input_pipeline, model, train_multi_gpu, training, checkpoints, utils
+import data_sets, evaluation, input_pipeline, model, train_multi_gpu, training
+import checkpoints, utils
 from tf1 import tf
 
 def for_ever(x):
@@ -151,7 +152,7 @@ SLOW_LOAD = """
 def slow_load(data_dir):
     print('loading', flush=True)
     time.sleep(60)
-input_pipeline.load = slow_load
+data_sets.load = slow_load
 """
 SLOW_SAVE = """
 save = checkpoints.save
