@@ -22,6 +22,7 @@ import benchmark_results
 import benchmark_rounds
 import command_line
 import data_sets
+import decoding
 import model
 import screen
 import utils
@@ -275,10 +276,11 @@ def raise_cause(label, ended):
 
 def start_peers(stack, flags, training):
     """Starts the processes of the peers; returns a list of `Measured`."""
-    data = data_sets.load(training[0].data_dir)
+    data = data_sets.load(training[0])
     scratch = stack.enter_context(tempfile.TemporaryDirectory())
     examples = os.path.join(scratch, 'examples.npz')
-    np.savez(examples, images=data.train.images, labels=data.train.labels)
+    images = np.concatenate(list(decoding.decode_all(data.train.images, (0, 0))))
+    np.savez(examples, images=images, labels=data.train.labels)
     peers = []
     for peer, one in itertools.product(('keras', 'torch'), training):
         alone = one.num_gpus == 1
@@ -292,7 +294,7 @@ def start_peers(stack, flags, training):
             'num_gpus': one.num_gpus,
             'gpus': utils.choose_devices(one.device, one.num_gpus, one.gpus).gpus,
             'examples': examples,
-            'num_classes': data.num_classes,
+            'num_classes': len(data.classes),
             'batch_size': one.batch_size,
             'dropout': one.dropout,
             'optimizer': one.optimizer,

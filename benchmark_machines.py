@@ -41,7 +41,7 @@ def prepare(argument):
     machines = Machines(argument['addresses'], argument['index'])
     take_cores(machines)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
-    data = data_sets.load(flags.data_dir)
+    data = data_sets.load(flags, utils.choose_threads(flags, devices.towers))
     steps = argument['steps']
     warm_up = count_warm_up(flags.batch_size * flags.num_gpus)
 

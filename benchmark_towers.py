@@ -9,6 +9,8 @@ import sys
 import tempfile
 import time
 
+import numpy as np
+
 import benchmark_rounds
 import command_line
 import data_sets
@@ -42,7 +44,7 @@ def prepare(argument):
     flags.save_every_seconds = math.inf
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     threads = utils.choose_threads(flags, devices.towers)
-    data = data_sets.load(flags.data_dir)
+    data = data_sets.load(flags, threads)
 
     began = time.perf_counter()
     with tf.Graph().as_default(), tf.device('/cpu:0'):
@@ -144,17 +146,28 @@ def _open_job(
 
 
 def build_constant_input(
-    devices, examples, batch_size, num_towers, seed=None, state=None, machines=ONE
+    devices,
+    examples,
+    batch_size,
+    num_towers,
+    seed=None,
+    state=None,
+    machines=ONE,
+    augment=(),
 ):
     """In place of `input_pipeline.build`: each tower has one batch, on its device.
 
     It lies in a staging area there and each step looks at it: of a constant the
     graph's optimizer would compute in advance, and GPUs have no variables of bytes.
     """
-    del seed, state
+    del seed, state, augment
     batches, puts = [], []
     for tower, device in enumerate(devices):
-        batch = [a[tower * batch_size : (tower + 1) * batch_size] for a in examples]
+        rows = np.arange(tower * batch_size, (tower + 1) * batch_size)
+        batch = [
+            data_sets.read_images(examples.images, rows),
+            examples.labels[rows],
+        ]
         area = {'capacity': 1, 'shared_name': 'constant_%d' % tower}
         with tf.device(device):
             puts.append(tf.raw_ops.Stage(values=list(map(tf.constant, batch)), **area))

@@ -4,9 +4,11 @@ import argparse
 import math
 import os
 
+import augmentation
 from utils import UserError
 
 MAX_TOWERS = 64
+FORMATS = ('idx', 'cifar', 'npz', 'folders', 'tfrecord')
 OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
 
 
@@ -23,6 +25,7 @@ def parse(description, networks, towers, argv=None):
       UserError: a flag is unknown, malformed or out of range.
     """
     parser = Parser(description=description, allow_abbrev=False)
+    add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
     _add_saving(parser.add_argument_group('saving and stopping'))
     _add_training(parser.add_argument_group('model and training'), networks)
@@ -84,12 +87,103 @@ def _gpu_list(text):
     return numbers
 
 
-def _add_run(group):
+def _image_size(text):
+    """Parses '64' or '48x64' as [height, width]."""
+    numbers = text.split('x')
+    if len(numbers) > 2 or not all(n.isdigit() and 0 < int(n) < 9999 for n in numbers):
+        raise argparse.ArgumentTypeError(
+            '%r is no size such as 64, or 48x64 for height x width' % text
+        )
+    return [int(numbers[0]), int(numbers[-1])]
+
+
+def _augmentations(text):
+    kinds = text.split(',')
+    wrong = [kind for kind in kinds if kind not in augmentation.KINDS]
+    if wrong or len(set(kinds)) < len(kinds):
+        raise argparse.ArgumentTypeError(
+            '%r is not a list of some of %s' % (text, ','.join(augmentation.KINDS))
+        )
+    return kinds
+
+
+def default_data_flags():
+    """Returns the flags of `add_data` as they are by default."""
+    parser = Parser()
+    add_data(parser)
+    return parser.parse_args([])
+
+
+def add_data(group):
+    """Adds the flags that `data_sets.load` takes."""
     group.add_argument(
         '--data_dir',
         default=os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data/mnist'),
-        help="IDX files in MNIST's layout (default: the data/mnist beside this script)",
+        help='the data set: a directory (default: the data/mnist beside this script)',
     )
+    group.add_argument(
+        '--format',
+        choices=FORMATS,
+        help='idx: files named as those of MNIST; cifar: CIFAR-10 or -100, binary; '
+        'npz: x_train, y_train, x_test, y_test; folders: train/CLASS/ and valid/CLASS/ '
+        'of image files; tfrecord: train*.tfrecord and valid*.tfrecord (default: told '
+        'by what --data_dir holds)',
+    )
+    group.add_argument(
+        '--image_size',
+        type=_image_size,
+        metavar='SIZE',
+        help='bring images of folders and tfrecord to this size, 64 or 48x64 '
+        '(default: all have the same)',
+    )
+    group.add_argument(
+        '--valid_fraction',
+        type=number(float, 0, 0.9, above=True),
+        help='share of each class of folders and tfrecord that is held out for '
+        'validation where there is no valid/; which images depends on their names only '
+        '(default: 0.1)',
+    )
+    group.add_argument(
+        '--image_feature',
+        default='image/encoded',
+        metavar='NAME',
+        help="the images' name in tfrecord (default: image/encoded)",
+    )
+    group.add_argument(
+        '--label_feature',
+        default='image/class/label',
+        metavar='NAME',
+        help="the labels' name in tfrecord (default: image/class/label)",
+    )
+    group.add_argument(
+        '--skip_bad',
+        action='store_true',
+        help='leave out images that can not be decoded, and count them; all are '
+        'decoded once to find them (default: the first one ends the run)',
+    )
+    group.add_argument(
+        '--cache',
+        action='store_true',
+        help='decode the images of folders and tfrecord once and hold them in memory, '
+        'if they fit',
+    )
+    group.add_argument(
+        '--standardize',
+        action='store_true',
+        help='scale images by the mean and the standard deviation of each channel of '
+        'the training images, not from 0..255 to -1..1',
+    )
+    group.add_argument(
+        '--augment',
+        type=_augmentations,
+        default=[],
+        metavar='KINDS',
+        help='change training images at random, each epoch anew: a list of some of %s '
+        '(default: none)' % ','.join(augmentation.KINDS),
+    )
+
+
+def _add_run(group):
     group.add_argument(
         '--model_dir',
         help='where results go; one that holds a checkpoint is continued '
@@ -226,6 +320,11 @@ def _add_devices(group, towers):
         help='compile the towers with XLA; auto: for CPU towers on TensorFlow 1.x, '
         'where it pays (default: auto)',
     )
+    add_threads(group)
+
+
+def add_threads(group):
+    """Adds the flags that `utils.choose_threads` takes."""
     group.add_argument(
         '--intra_op_threads',
         type=number(int, 0, 4096),

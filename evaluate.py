@@ -13,11 +13,12 @@ import model
 import screen
 import trained
 import utils
+from data_sets import read_images
 from tf1 import tf
 from utils import UserError, log
 
-# More classes than this make no table that fits a screen.
-MAX_COLUMNS = 20
+# A wider table fits no screen.
+MAX_WIDTH = 124
 # How many of the commonest confusions are listed instead.
 MAX_CONFUSIONS = 20
 
@@ -27,12 +28,16 @@ def main():
     found = trained.find(flags)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     examples = load(flags, found)
+    num_classes = len(found.classes)
     if flags.errors:
         check_empty(flags.errors)
     log.info('%s', found.title)
     screen.warn_without_gpu(flags.device, devices, 'evaluating')
     build_model = functools.partial(
-        model.model_fn, network=found.network, num_classes=found.num_classes
+        model.model_fn,
+        network=found.network,
+        num_classes=num_classes,
+        moments=found.moments,
     )
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         evaluated, feeds = evaluation.build(
@@ -43,11 +48,11 @@ def main():
             trained.restore(session, found)
             losses, predictions = evaluation.make_predict(session, evaluated)()
     screen.log_score('valid', *evaluation.score(losses, predictions, examples.labels))
-    matrix = count_pairs(examples.labels, predictions, found.num_classes)
-    for line in describe(matrix):
+    matrix = count_pairs(examples.labels, predictions, num_classes)
+    for line in describe(matrix, found.classes):
         log.info('%s', line)
     if flags.errors:
-        written = write_errors(flags.errors, examples, predictions)
+        written = write_errors(flags.errors, examples, predictions, found.classes)
         log.info('%s in %s', utils.count(written, 'misread image'), flags.errors)
 
 
@@ -75,26 +80,27 @@ def parse(argv=None):
 
 def load(flags, found):
     """Loads the `Examples` to evaluate on; they must fit the model."""
-    data_dir = flags.data_dir
-    if data_dir is None:
-        data_dir = found.data_dir
-        if not isinstance(data_dir, str) or not os.path.isdir(data_dir):
-            raise UserError(
-                '%s was trained on %s, which is not there: say where with --data_dir'
-                % (found.model_dir, data_dir)
-            )
-    examples = data_sets.load_valid(data_dir)
-    shape = list(examples.images.shape[1:])
-    if shape != found.image_shape or examples.labels.max() >= found.num_classes:
+    reading = command_line.default_data_flags()
+    known = {k: v for k, v in found.flags.items() if k in vars(reading)}
+    vars(reading).update(known, model_dir=found.model_dir)
+    reading.image_size = None
+    if flags.data_dir is not None:
+        vars(reading).update(data_dir=flags.data_dir, format=None, valid_fraction=None)
+    elif not isinstance(reading.data_dir, str) or not os.path.exists(reading.data_dir):
         raise UserError(
-            '%s was trained on images of %s and %d classes; %s has %s and label %d'
+            '%s was trained on %s, which is not there: say where with --data_dir'
+            % (found.model_dir, reading.data_dir)
+        )
+    shape = found.image_shape
+    examples = data_sets.load_valid(reading, found.classes, shape, found.threads)
+    if list(examples.images.shape[1:]) != shape:
+        raise UserError(
+            '%s was trained on images of %s; %s has %s'
             % (
                 found.model_dir,
-                found.image_shape,
-                found.num_classes,
-                data_dir,
                 shape,
-                examples.labels.max(),
+                reading.data_dir,
+                list(examples.images.shape[1:]),
             )
         )
     return examples
@@ -107,19 +113,20 @@ def count_pairs(labels, predictions, num_classes):
     return matrix
 
 
-def describe(matrix):
+def describe(matrix, classes):
     """Yields the lines that show a confusion matrix and the accuracy of each class."""
     images, correct = matrix.sum(axis=1), matrix.diagonal()
-    names = [str(name) for name in range(len(matrix))]
-    width = max(5, len(str(images.max())) + 1)
-    table = len(matrix) <= MAX_COLUMNS
+    names = [str(name) for name in classes]
+    first = max(5, *map(len, names))
+    width = max(5, len(str(images.max())) + 1, *(len(name) + 1 for name in names))
+    table = first + 18 + width * len(matrix) <= MAX_WIDTH
     columns = names if table else []
-    yield 'class  images  accuracy' + ('   predicted as' if table else '')
-    yield ' ' * 23 + ''.join(name.rjust(width) for name in columns)
+    yield 'class'.rjust(first) + '  images  accuracy' + '   predicted as' * table
+    yield ' ' * (first + 18) + ''.join(name.rjust(width) for name in columns)
     for name, row, n, right in zip(names, matrix, images, correct):
         share = '%.2f %%' % (100 * right / n) if n else '-'
         cells = ''.join(str(cell or '.').rjust(width) for cell in row[: len(columns)])
-        yield '%5s %7d %9s%s' % (name, n, share, cells)
+        yield '%s %7d %9s%s' % (name.rjust(first), n, share, cells)
     if not table:
         yield ''
         yield 'most often confused: true class, predicted class, images'
@@ -127,7 +134,8 @@ def describe(matrix):
         for place in np.argsort(-wrong, axis=None, kind='stable')[:MAX_CONFUSIONS]:
             true, predicted = divmod(int(place), len(matrix))
             if wrong[true, predicted]:
-                yield '%5d %5d %7d' % (true, predicted, wrong[true, predicted])
+                pair = ' '.join(names[n].rjust(first) for n in (true, predicted))
+                yield '%s %7d' % (pair, wrong[true, predicted])
 
 
 def check_empty(directory):
@@ -140,7 +148,7 @@ def check_empty(directory):
         raise UserError('--errors %s: %s' % (directory, error.strerror)) from None
 
 
-def write_errors(directory, examples, predictions):
+def write_errors(directory, examples, predictions, classes):
     """Writes each misread image as a PNG file; returns how many they are."""
     os.makedirs(directory, exist_ok=True)
     wrong = np.flatnonzero(predictions != examples.labels)
@@ -148,11 +156,10 @@ def write_errors(directory, examples, predictions):
         pixels = tf.placeholder(tf.uint8, [None, None, None])
         png = tf.image.encode_png(pixels)
         with utils.open_session(utils.CPU, (0, 0)) as session:
-            for index in wrong:
-                name = '%d_%d_%d.png' % (
-                    *(index, examples.labels[index], predictions[index]),
-                )
-                encoded = session.run(png, {pixels: examples.images[index]})
+            for index, image in zip(wrong, read_images(examples.images, wrong)):
+                pair = classes[examples.labels[index]], classes[predictions[index]]
+                name = '%d_%s_%s.png' % (index, *pair)
+                encoded = session.run(png, {pixels: image})
                 with open(os.path.join(directory, name), 'wb') as file:
                     file.write(encoded)
     return len(wrong)

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 
 import all_reduce
-import input_pipeline
+import decoding
 import utils
 from cluster import ONE
 from tf1 import tf
@@ -36,8 +36,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
     """
     with tf.name_scope('evaluation'):
         with tf.device('/cpu:0'):
-            images, feed_images = input_pipeline.hold(examples.images, 'images')
-            labels, feed_labels = input_pipeline.hold(examples.labels, 'labels')
+            read, feeds = decoding.build_read(examples)
             start = tf.placeholder(tf.int32, [], 'start')
         specs = []
         for own, device in enumerate(devices):
@@ -45,7 +44,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
             with tf.device('/cpu:0'):
                 rows = tf.range(batch_size) + (start + tower * batch_size)
                 rows = tf.minimum(rows, len(examples.labels) - 1)
-                batch = tf.gather(images, rows), tf.gather(labels, rows)
+                batch = read(rows)
             with utils.on_tower(device, reuse or own > 0):
                 specs.append(build_model(*batch))
         with tf.device('/cpu:0'):
@@ -55,7 +54,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
         if machines != ONE:
             losses, predictions, wishes = _gather(losses, predictions, machines)
     evaluation = Evaluation(start, losses, predictions, examples.labels, wishes)
-    return evaluation, {**feed_images, **feed_labels}
+    return evaluation, feeds
 
 
 def _gather(losses, predictions, machines):

@@ -84,7 +84,9 @@ def build(found, dtype):
       (inputs, outputs): {name: tensor}.
     """
     images = tf.placeholder(dtype, [None] + found.image_shape, 'images')
-    logits = model.infer(images, found.network, found.num_classes)
+    logits = model.infer(
+        images, found.network, len(found.classes), moments=found.moments
+    )
     classes = tf.argmax(logits, axis=1, name='classes')
     probabilities = tf.nn.softmax(logits, name='probabilities')
     return {'images': images}, {'classes': classes, 'probabilities': probabilities}

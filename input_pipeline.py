@@ -9,7 +9,10 @@ of them on their own devices.
 """
 
 import collections
+import sys
 
+import augmentation
+import decoding
 from cluster import ONE
 from tf1 import tf
 from utils import UserError
@@ -47,23 +50,7 @@ def epoch_order(num_images, seed, epoch):
     return tf.argsort(tf.random.stateless_uniform([num_images], [seed, epoch]))
 
 
-def hold(array, name):
-    """Holds an array in a CPU variable that no checkpoint and no graph contains.
-
-    Returns:
-      (variable, feed): `feed` is to be given to the initialiser's run.
-    """
-    value = tf.placeholder(array.dtype, array.shape, name + '/value')
-    variable = tf.Variable(
-        value,
-        trainable=False,
-        collections=[tf.GraphKeys.LOCAL_VARIABLES],
-        name=name,
-    )
-    return variable, {value: array}
-
-
-def build(examples, batch_size, num_towers, seed, state, machines=ONE):
+def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=()):
     """Builds the queues that feed the towers, one element per tower and step.
 
     Step s of an epoch takes images s*N*B to (s+1)*N*B of the epoch's permutation,
@@ -77,6 +64,7 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE):
       seed: of the order.
       state: where training stands: `epoch` and `epoch_images`, int64 variables.
       machines: `cluster.Machines`, with as many towers each.
+      augment: what of `augmentation.KINDS` is done to the images.
 
     Returns:
       (pipeline, feeds): a `Pipeline`, and the dict for the initialisers' run.
@@ -84,45 +72,54 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE):
     Raises:
       UserError: the data set is smaller than one step's images.
     """
-    num_images = len(examples.images)
+    num_images = len(examples.labels)
     own_batch = batch_size * num_towers  # of this machine
     global_batch = own_batch * len(machines.addresses)
     _check_size(num_images, batch_size, num_towers * len(machines.addresses))
     with tf.device('/cpu:0'), tf.name_scope('input'):
-        images, feed_images = hold(examples.images, 'images')
-        labels, feed_labels = hold(examples.labels, 'labels')
-        feeds = {**feed_images, **feed_labels}
-
+        read, feeds = decoding.build_read(examples)
         mine = slice(machines.index * own_batch, (machines.index + 1) * own_batch)
         index_queue, start = _build_index_queue(
-            num_images, global_batch, mine, seed, state
+            num_images, global_batch, mine, seed, state, bool(augment)
         )
-        steps = steps_per_enqueue(own_batch)
-        rows = index_queue.dequeue_many(steps)  # [steps, N*B]
-        rows = tf.reshape(rows, [-1, batch_size])  # [steps * N, B]
+        steps = steps_per_enqueue(own_batch, decoding.is_stream(examples.images))
+        rows, *draws = _listed(index_queue.dequeue_many(steps))  # [steps, N*B, ...]
+        images, labels = read(tf.reshape(rows, [-1]))  # [steps*N*B, ...]
+        if augment:
+            draws = tf.reshape(draws[0], [-1, augmentation.NUM_DRAWS])
+            images = augmentation.augment(images, draws, augment)
+        image_shape = list(examples.images.shape[1:])
         batch_queue = tf.FIFOQueue(
             2 * steps * num_towers,
-            [images.dtype.base_dtype, labels.dtype.base_dtype],
-            [[batch_size] + images.shape.as_list()[1:], [batch_size]],
+            [tf.uint8, tf.int64],
+            [[batch_size] + image_shape, [batch_size]],
             name='batch_queue',
         )
-        enqueue = batch_queue.enqueue_many(
-            [tf.gather(images, rows), tf.gather(labels, rows)]
-        )
+        batches = [
+            tf.reshape(images, [-1, batch_size] + image_shape),
+            tf.reshape(labels, [-1, batch_size]),
+        ]
+        enqueue = batch_queue.enqueue_many(batches)
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
         first = epoch_order(num_images, seed, 0)[: min(NUM_SAMPLES, num_images)]
-        samples = tf.gather(images, first)
-        samples.set_shape([min(NUM_SAMPLES, num_images)] + [None] * 3)
+        first.set_shape([min(NUM_SAMPLES, num_images)])
+        samples, _ = read(first)
     pipeline = Pipeline(
         batches, start, tf.no_op(), [], samples, num_images, global_batch
     )
     return pipeline, feeds
 
 
-def steps_per_enqueue(own_batch):
+def steps_per_enqueue(own_batch, decoded=False):
     """Returns how many steps' batches one run of the gathering thread moves."""
-    return min(STEPS_PER_ENQUEUE, max(1, IMAGES_PER_ENQUEUE // own_batch))
+    images = decoding.PART if decoded else IMAGES_PER_ENQUEUE
+    return min(STEPS_PER_ENQUEUE, max(1, images // own_batch))
+
+
+def _listed(element):
+    """Returns what a queue gave as a list: of one component it gives the tensor."""
+    return element if isinstance(element, list) else [element]
 
 
 def _check_size(num_images, batch_size, num_towers):
@@ -144,10 +141,11 @@ def _check_size(num_images, batch_size, num_towers):
         )
 
 
-def _build_index_queue(num_images, global_batch, mine, seed, state):
+def _build_index_queue(num_images, global_batch, mine, seed, state, with_draws):
     """A queue of rows, int32 [N*B]; one run of its thread enqueues one epoch.
 
-    `mine` is the slice of each step's images that is this machine's.
+    `mine` is the slice of each step's images that is this machine's. With draws each
+    row comes with its random numbers of the epoch, float32 [N*B, NUM_DRAWS].
     """
 
     def local(name):
@@ -167,8 +165,14 @@ def _build_index_queue(num_images, global_batch, mine, seed, state):
     steps = tf.size(order) // global_batch
     rows = tf.reshape(order[: steps * global_batch], [steps, global_batch])[:, mine]
     own_batch = mine.stop - mine.start
-    queue = tf.FIFOQueue(256, tf.int32, [[own_batch]], name='index_queue')
-    with tf.control_dependencies([queue.enqueue_many(rows)]):
+    components, dtypes, shapes = [rows], [tf.int32], [[own_batch]]
+    if with_draws:
+        draws = augmentation.draw(num_images, seed, next_epoch + 0)
+        components.append(tf.gather(draws, rows))
+        dtypes.append(tf.float32)
+        shapes.append([own_batch, augmentation.NUM_DRAWS])
+    queue = tf.FIFOQueue(256, dtypes, shapes, name='index_queue')
+    with tf.control_dependencies([queue.enqueue_many(components)]):
         advance = tf.group(next_epoch.assign_add(1), next_image.assign(0))
     tf.train.add_queue_runner(tf.train.QueueRunner(queue, [advance]))
     return queue, start
@@ -211,3 +215,9 @@ def stage(pipeline, devices):
             tensor.set_shape(like.shape)
         batches.append(staged)
     return pipeline._replace(batches=batches, prefill=tf.group(*puts), puts=puts)
+
+
+if __name__ == '__main__':
+    import data_description
+
+    sys.exit(data_description.utils.run_main(data_description.main, must_show=True))

@@ -14,15 +14,13 @@ import sys
 import numpy as np
 
 import command_line
+import decoding
+import encoded_files
 import model
 import trained
 import utils
 from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
-
-ENDINGS = ('.png', '.jpg', '.jpeg', '.bmp', '.gif')
-# Parts of red, green and blue in grey. Source: ITU-R BT.601.
-LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 def main():
@@ -44,13 +42,19 @@ def main():
                 seen += 1
                 try:
                     image = prepare(decode(read(path)), found.image_shape, found.border)
-                    classes, probabilities = predict(*place(image, found.image_shape))
+                    classes, probabilities = predict(image)
                 except (OSError, MemoryError, tf.errors.OpError) as error:
                     log.error('%s: %s', path, explain(error))
                     failed += 1
                 else:
                     log.info(
-                        '%s', format_line(path, classes, probabilities, flags.json)
+                        '%s',
+                        format_line(
+                            path,
+                            [found.classes[place] for place in classes],
+                            probabilities,
+                            flags.json,
+                        ),
                     )
     if not seen:
         raise UserError('no file was named')
@@ -88,7 +92,7 @@ def find_files(words):
                 os.path.join(parent, name)
                 for parent, _, names in os.walk(word, onerror=errors.append)
                 for name in names
-                if name.lower().endswith(ENDINGS)
+                if name.lower().endswith(encoded_files.ENDINGS)
             ]
             found += [error.filename for error in errors]
             yield from sorted(found) or [word]
@@ -174,20 +178,18 @@ def build_network(found):
     """Builds the network for one image.
 
     Returns:
-      (inputs, outputs): placeholders for what `place` returns; and the classes and
+      (inputs, outputs): a placeholder for what `prepare` returns; and the classes and
       probabilities of the two most probable ones, [2].
     """
     height, width, channels = found.image_shape
     pixels = tf.placeholder(tf.float32, [None, None, channels])
-    size = tf.placeholder(tf.int32, [2])
-    background = tf.placeholder(tf.float32, [channels])
-    scaled = tf.image.resize_area(pixels[tf.newaxis], size) - background
-    top, left = (height - size[0]) // 2, (width - size[1]) // 2
-    image = tf.image.pad_to_bounding_box(scaled, top, left, height, width) + background
+    image = decoding.fit(pixels, (height, width))[tf.newaxis]
     image.set_shape([1, height, width, channels])
-    logits = model.infer(image, found.network, found.num_classes)
+    logits = model.infer(
+        image, found.network, len(found.classes), moments=found.moments
+    )
     best = tf.nn.top_k(tf.nn.softmax(logits[0]), 2)
-    return [pixels, size, background], [best.indices, best.values]
+    return [pixels], [best.indices, best.values]
 
 
 def prepare(image, shape, border):
@@ -207,7 +209,7 @@ def prepare(image, shape, border):
         pixels = pixels[..., :-1] * opaque + 255 * (1 - opaque)
     if shape[2] == 1:
         if pixels.shape[2] == 3:
-            pixels = pixels.dot(LUMINANCE)[..., np.newaxis]
+            pixels = pixels.dot(decoding.LUMINANCE)[..., np.newaxis]
         if (edge(pixels).mean() > 127.5) != (border > 127.5):
             pixels = 255 - pixels
     elif pixels.shape[2] == 1:
@@ -221,21 +223,9 @@ def edge(pixels):
     return np.concatenate(sides)
 
 
-def place(pixels, shape):
-    """Returns what the network is fed: (pixels, [height, width], background).
-
-    The second is the size that the image is to have within `shape`; the third the
-    colour around it.
-    """
-    height, width, _ = pixels.shape
-    scale = min(shape[0] / height, shape[1] / width)
-    size = [max(1, round(height * scale)), max(1, round(width * scale))]
-    return pixels, size, edge(pixels).mean(axis=0)
-
-
 def format_line(path, classes, probabilities, as_json):
     """Returns a file's line: its class and the runner-up, with their probabilities."""
-    first, second = classes.tolist()
+    first, second = classes
     if as_json:
         return json.dumps(
             {
@@ -247,7 +237,7 @@ def format_line(path, classes, probabilities, as_json):
             }
         )
     shares = 100 * probabilities
-    return '%s: %d (%.2f %%), then %d (%.2f %%)' % (
+    return '%s: %s (%.2f %%), then %s (%.2f %%)' % (
         *(path, first, shares[0], second, shares[1]),
     )
 

@@ -15,15 +15,17 @@ import zlib
 
 import numpy as np
 
+import decoding
 import utils
 from cluster import ONE
 from tf1 import tf
 from utils import UserError, log
 
 # Flags that a checkpoint's variables, or the order of its images, depend on.
-BINDING_FLAGS = {'model', 'optimizer', 'seed'}
+BINDING_FLAGS = {'model', 'optimizer', 'seed', 'standardize'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
+    'cache',
     'gradient_packs',
     'histograms',
     'inter_op_threads',
@@ -44,6 +46,7 @@ PASSING_FLAGS = {
 }
 # Flags that machines may have each for itself; towers are compared as devices.
 OWN_FLAGS = {
+    'cache',
     'data_dir',
     'gpus',
     'keep',
@@ -264,19 +267,16 @@ def describe(flags, devices, data, threads, machines=ONE):
 
 
 def describe_data(data):
-    """Returns what config.json says of a `DataSet`.
-
-    `border` is the brightness of the images' edge, 0 to 255: it tells predict.py
-    whether they are light on dark.
-    """
-    first = data.train.images[:1000]
-    edges = [first[:, 0], first[:, -1], first[:, :, 0], first[:, :, -1]]
+    """Returns what config.json says of a `DataSet`."""
     return {
-        'border': float(np.mean([edge.mean() for edge in edges])),
-        'train_images': len(data.train.images),
-        'valid_images': len(data.valid.images),
+        'border': data.border,
+        'classes': data.classes,
+        'format': data.kind,
+        'held_out': data.held_out,
+        'train_images': len(data.train.labels),
+        'valid_images': len(data.valid.labels),
         'image_shape': list(data.train.images.shape[1:]),
-        'num_classes': data.num_classes,
+        'num_classes': len(data.classes),
     }
 
 
@@ -292,7 +292,11 @@ def describe_facts(flags, devices, data, machines):
             with open(os.path.join(here, name), 'rb') as file:
                 facts[name] = _checksum(file.read())
     for name, examples in (('training', data.train), ('validation', data.valid)):
-        facts[name + ' data'] = _checksum(*examples)
+        stream = decoding.is_stream(examples.images)
+        # Of encoded images their lengths stand for all: to read them takes an epoch.
+        content = examples.images.length if stream else examples.images
+        facts[name + ' data'] = _checksum(content, examples.labels)
+    facts['classes'] = ' '.join(map(str, data.classes))
     facts.update(towers=' '.join(devices.towers), TensorFlow=tf.version.VERSION)
     facts['TF_CONFIG'] = ' '.join(machines.addresses)
     return facts
@@ -363,6 +367,12 @@ def _check_config(config):
         raise ValueError('"threads" are not from 0 to 4096')
 
 
+def choose_threads(flags, devices, model_dir):
+    """Returns the session's threads, `utils.choose_threads`; a run keeps its own."""
+    before = read_config(model_dir).get('threads')
+    return utils.choose_threads(flags, devices.towers, before)
+
+
 def check_data(model_dir, data):
     """Refuses to continue a run on other data than it began with.
 
@@ -371,8 +381,8 @@ def check_data(model_dir, data):
     """
     now = describe_data(data)
     before = read_config(model_dir).get('data', now)
-    for name in ('image_shape', 'num_classes', 'train_images'):
-        if before.get(name) != now[name]:
+    for name in ('image_shape', 'num_classes', 'classes', 'train_images'):
+        if before.get(name, now[name]) != now[name]:
             raise UserError(
                 '%s was trained on data with %s %s, not %s: give the same, or another '
                 '--model_dir' % (model_dir, name, before.get(name), now[name])

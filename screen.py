@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 import checkpoints
 import cluster
+import data_sets
 import records
 import utils
 from tf1 import tf
@@ -25,16 +26,23 @@ def introduce(flags, config, restored, model_dir):
     steps, rest = divmod(data['train_images'], global_batch)
     warn_without_gpu(flags.device, utils.Devices(**config['devices']), 'training')
     log.info(
-        'model %s: %d parameters, %d classes; %d training and %d validation images '
-        'of %s from %s',
+        'model %s: %d parameters, %d classes (%s); %d training and %d validation '
+        'images of %s from %s',
         flags.model,
         sum(v.shape.num_elements() for v in tf.trainable_variables()),
         data['num_classes'],
+        data_sets.list_classes(data['classes']),
         data['train_images'],
         data['valid_images'],
         'x'.join(map(str, data['image_shape'])),
         os.path.relpath(flags.data_dir),
     )
+    if data['held_out']:
+        log.info(
+            'no images of their own for validation: %g of each class are held out, '
+            'chosen by their names',
+            data['held_out'],
+        )
     log.info('TensorFlow %s on %s', config['versions']['tensorflow'], ' '.join(towers))
     if len(machines) > 1:
         log.info('on each of %d machines: %s', len(machines), ' '.join(machines))

@@ -33,8 +33,7 @@ def open_session(flags, devices, data, model_dir, machines, find_stop):
       UserError: another machine differs from the first.
       RunFailed: another machine did not come.
     """
-    before = records.read_config(model_dir).get('threads')
-    threads = utils.choose_threads(flags, devices.towers, before)
+    threads = records.choose_threads(flags, devices, model_dir)
     xla = utils.use_xla(flags.xla, devices.towers)
     if machines == cluster.ONE:
         with utils.open_session(devices, threads, xla) as session:

@@ -21,7 +21,8 @@ def main():
     cluster.check_alone(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, 1, flags.gpus)
     with records.claim_model_dir(flags, towers=1) as model_dir:
-        data = data_sets.load(flags.data_dir)
+        threads = records.choose_threads(flags, devices, model_dir)
+        data = data_sets.load(flags, threads)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers[0], data)
@@ -33,7 +34,7 @@ def build_job(flags, device, data):
     tf.set_random_seed(flags.seed)
     state = training.create_state()
     pipeline, feeds = input_pipeline.build(
-        data.train, flags.batch_size, 1, flags.seed, state
+        data.train, flags.batch_size, 1, flags.seed, state, augment=flags.augment
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, [device])
@@ -48,7 +49,8 @@ def build_job(flags, device, data):
     build_model = functools.partial(
         model.model_fn,
         network=model.NETWORKS[flags.model],
-        num_classes=data.num_classes,
+        num_classes=len(data.classes),
+        moments=data.moments,
     )
     dropout = model.dropout_layers(flags.dropout, flags.seed, 0, state.global_step)
     images, labels = pipeline.batches[0]

@@ -25,7 +25,8 @@ def main():
     machines = cluster.read_machines(os.environ.get('TF_CONFIG'))
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers), machines) as model_dir:
-        data = data_sets.load(flags.data_dir)
+        threads = records.choose_threads(flags, devices, model_dir)
+        data = data_sets.load(flags, threads)
         records.check_data(model_dir, data)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers, data, machines=machines)
@@ -39,14 +40,21 @@ def build_job(
     tf.set_random_seed(flags.seed)
     state = training.create_state()
     pipeline, feeds = build_input(
-        data.train, flags.batch_size, len(devices), flags.seed, state, machines
+        data.train,
+        flags.batch_size,
+        len(devices),
+        flags.seed,
+        state,
+        machines,
+        flags.augment,
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, devices)
     build_model = functools.partial(
         model.model_fn,
         network=model.NETWORKS[flags.model],
-        num_classes=data.num_classes,
+        num_classes=len(data.classes),
+        moments=data.moments,
     )
 
     def build_tower(tower, images, labels):

@@ -8,6 +8,8 @@ import contextlib
 import glob
 import os
 
+import numpy as np
+
 import checkpoints
 import model
 import records
@@ -15,11 +17,13 @@ from tf1 import tf
 from utils import UserError
 
 # title: a line that says which model it is. prefix: of the checkpoint. network: a
-# function of model.py. image_shape: [height, width, channels]. border: brightness, 0 to
-# 255, of the edge of the images it was trained on. threads: (intra-op, inter-op).
+# function of model.py. classes: what each is called. image_shape: [height, width,
+# channels]. moments: as `model.scale` takes them; their values are in the checkpoint.
+# border: brightness, 0 to 255, of the edge of the images it was trained on. flags: the
+# run's, a dict. threads: (intra-op, inter-op).
 Trained = collections.namedtuple(
     'Trained',
-    'title model_dir prefix network num_classes image_shape border data_dir threads',
+    'title model_dir prefix network classes image_shape moments border flags threads',
 )
 
 
@@ -67,7 +71,9 @@ def find(flags):
     config = records.read_config(model_dir)
     if not config:
         raise UserError('%s has no config.json: no run wrote it' % model_dir)
-    image_shape, num_classes, border = _read_data(model_dir, config)
+    image_shape, classes, border = _read_data(model_dir, config)
+    standardize = config['flags'].get('standardize')
+    nothing = np.zeros(image_shape[2], np.float32)
     prefix = _choose_checkpoint(model_dir, flags.checkpoint)
     name = str(config['flags'].get('model'))
     if name not in model.NETWORKS:
@@ -80,16 +86,17 @@ def find(flags):
         model_dir,
         prefix,
         model.NETWORKS[name],
-        num_classes,
+        classes,
         image_shape,
+        (nothing, nothing) if standardize else None,
         border,
-        config['flags'].get('data_dir'),
+        config['flags'],
         tuple(config['threads']),
     )
 
 
 def _read_data(model_dir, config):
-    """Returns what config.json says of the data: (image_shape, num_classes, border)."""
+    """Returns what config.json says of the data: (image_shape, classes, border)."""
     data = config.get('data')
     data = data if isinstance(data, dict) else {}
     shape, num_classes = data.get('image_shape'), data.get('num_classes')
@@ -99,8 +106,12 @@ def _read_data(model_dir, config):
             '%s/config.json does not say what data the model is for: '
             '"image_shape" %r, "num_classes" %r' % (model_dir, shape, num_classes)
         )
-    border = data.get('border')  # what older runs do not say is as in MNIST: dark
-    return shape, num_classes, border if isinstance(border, (int, float)) else 0
+    # What older runs do not say is as in MNIST: dark, and classes that are numbers.
+    border = data.get('border')
+    classes = data.get('classes')
+    if not isinstance(classes, list) or len(classes) != num_classes:
+        classes = list(range(num_classes))
+    return shape, classes, border if isinstance(border, (int, float)) else 0
 
 
 def _newest_run():

@@ -10,6 +10,7 @@ import time
 import all_reduce
 import checkpoints
 import cluster
+import decoding
 import evaluation
 import input_pipeline
 import records
@@ -601,5 +602,10 @@ def queue_runners(session, find_stop=lambda: None, leave=utils.leave):
         leave(cause)
     if isinstance(cause, tf.errors.OutOfRangeError):
         raise RunFailed('the input ended before the epoch did') from None
+    if isinstance(cause, tf.errors.InvalidArgumentError):
+        # Of the towers' own nothing is found.
+        culprit = decoding.find_culprit(session)
+        if culprit:
+            raise RunFailed(culprit) from None
     if cause is not None:
         raise cause from None

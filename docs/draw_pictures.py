@@ -99,7 +99,7 @@ def classify(name):
 def draw_graph(path):
     """Draws the graph that two GPUs train on, the ops of one job put together."""
     flags = command_line.parse('', model.NETWORKS, True, ['--num_gpus', '2'])
-    data = data_sets.load(flags.data_dir)
+    data = data_sets.load(flags)
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         job = train_multi_gpu.build_job(flags, ['/gpu:0', '/gpu:1'], data)
         order, gather = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
@@ -193,7 +193,7 @@ def describe_groups(groups):
 
 def draw_digit(path):
     """Draws the first test image of MNIST, for predict.py."""
-    data = data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
+    data = data_sets.load(command_line.parse('', model.NETWORKS, True, []))
     figure = pyplot.figure(figsize=(2, 2))
     axes = figure.add_axes([0, 0, 1, 1])
     axes.imshow(data.valid.images[0, :, :, 0], cmap='gray_r', interpolation='bicubic')

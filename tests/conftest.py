@@ -57,17 +57,23 @@ def fresh_graph(tmp_path, monkeypatch):
 @pytest.fixture(scope='session')
 def mnist():
     """The whole MNIST."""
-    return data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
+    return data_sets.load(data_flags(os.path.join(ROOT, 'data', 'mnist')))
 
 
 @pytest.fixture(scope='session')
 def small(mnist):
     """The first 2000 training and 500 test images of MNIST."""
-    return data_sets.DataSet(
-        data_sets.Examples(*(a[:2000] for a in mnist.train)),
-        data_sets.Examples(*(a[:500] for a in mnist.valid)),
-        mnist.num_classes,
+    return mnist._replace(
+        train=data_sets.Examples(*(a[:2000] for a in mnist.train)),
+        valid=data_sets.Examples(*(a[:500] for a in mnist.valid)),
     )
+
+
+def data_flags(data_dir, **changes):
+    """The flags that `data_sets.load` takes."""
+    flags = command_line.default_data_flags()
+    vars(flags).update(changes, data_dir=str(data_dir), model_dir=None)
+    return flags
 
 
 def write_idx(path, array):

@@ -23,6 +23,7 @@ import data_sets
 from tests.conftest import (
     ROOT,
     assert_same_bits,
+    data_flags,
     read_checkpoint,
     read_metrics,
     without_times,
@@ -137,7 +138,7 @@ def main():
     parser.add_argument('--epochs', type=int, default=20)
     parser.add_argument('--seed', type=int, default=0)
     flags = parser.parse_args()
-    mnist = data_sets.load(os.path.join(ROOT, 'data', 'mnist'))
+    mnist = data_sets.load(data_flags(os.path.join(ROOT, 'data', 'mnist')))
     part = mnist._replace(
         train=data_sets.Examples(*(a[:4000] for a in mnist.train)),
         valid=data_sets.Examples(*(a[:500] for a in mnist.valid)),

@@ -5,9 +5,9 @@ import gzip
 import numpy as np
 import pytest
 
-import data_sets
-from data_sets import Examples, load, read_idx
-from tests.conftest import write_data_set, write_idx
+from array_files import read_idx
+from data_sets import Examples, load
+from tests.conftest import data_flags, write_data_set, write_idx
 from utils import UserError
 
 
@@ -29,7 +29,7 @@ def test_plain_dotted_and_gzip_names(tmp_path, small, dot, ending):
         data = path.read_bytes()
         path.unlink()
         (directory / name).write_bytes(gzip.compress(data) if ending else data)
-    loaded = load(str(directory))
+    loaded = load(data_flags(directory))
     assert (loaded.train.images == small.train.images).all()
     assert (loaded.valid.labels == small.valid.labels).all()
 
@@ -41,11 +41,11 @@ def test_gzip_is_told_by_content_not_by_name(tmp_path):
     assert (read_idx(str(tmp_path / 'x'), 1) == labels).all()
 
 
-def test_any_image_size(tmp_path):
+def test_any_image_size(tmp_path, small):
     examples = Examples(np.ones([20, 9, 5, 1], np.uint8), np.arange(20) % 10)
-    data = data_sets.DataSet(examples, examples, 10)
+    data = small._replace(train=examples, valid=examples)
     directory = write_data_set(tmp_path / 'data', data)
-    assert load(directory).train.images.shape == (20, 9, 5, 1)
+    assert load(data_flags(directory)).train.images.shape == (20, 9, 5, 1)
 
 
 IMAGES = np.zeros([4, 3, 2], np.uint8)
@@ -85,9 +85,13 @@ def test_a_damaged_file_is_named_with_what_was_found(tmp_path, data, told):
     'change, told',
     [
         ('fewer labels', 'labels-idx1-ubyte holds 1999 labels'),
-        ('label', 'labels-idx1-ubyte: label 10 at index 7; the 10 classes are 0 to 9'),
-        ('size', 'training images are 28x28, test images 27x28'),
-        ('missing', 'has no t10k-labels-idx1-ubyte (nor t10k-labels.idx1-ubyte'),
+        (
+            'label',
+            't10k-labels-idx1-ubyte: index 7: label 10; the 10 classes of the training '
+            'images are 0 to 9',
+        ),
+        ('size', 'training images are 28x28x1, test images 27x28x1'),
+        ('missing', 'data has no t10k-labels-idx1-ubyte, nor with .idx or .gz'),
     ],
 )
 def test_files_that_do_not_fit_each_other(tmp_path, small, change, told):
@@ -95,9 +99,9 @@ def test_files_that_do_not_fit_each_other(tmp_path, small, change, told):
     if change == 'fewer labels':
         train = train._replace(labels=train.labels[:-1])
     if change == 'label':
-        labels = train.labels.copy()
+        labels = valid.labels.copy()
         labels[7] = 10
-        train = train._replace(labels=labels)
+        valid = valid._replace(labels=labels)
     if change == 'size':
         valid = valid._replace(images=valid.images[:, 1:])
     directory = tmp_path / 'data'
@@ -105,7 +109,7 @@ def test_files_that_do_not_fit_each_other(tmp_path, small, change, told):
     if change == 'missing':
         (directory / 't10k-labels-idx1-ubyte').unlink()
     with pytest.raises(UserError) as error:
-        load(str(directory))
+        load(data_flags(directory))
     assert told in str(error.value)
 
 
@@ -115,4 +119,4 @@ def test_a_directory_in_a_files_place(tmp_path, small):
     path.unlink()
     path.mkdir()
     with pytest.raises(UserError, match='Is a directory'):
-        load(str(tmp_path / 'data'))
+        load(data_flags(tmp_path / 'data'))

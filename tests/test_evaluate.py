@@ -82,14 +82,14 @@ def test_many_classes_are_listed_by_their_confusions():
     matrix = np.diag(np.arange(100, 200))
     matrix[42, 17] = 9
     matrix[3, 99] = 4
-    lines = list(evaluate.describe(matrix))
+    lines = list(evaluate.describe(matrix, range(100)))
     assert all(len(line) < 80 for line in lines)
     assert '   42     151   94.04 %' in lines
     assert lines[-2:] == ['   42    17       9', '    3    99       4']
 
 
 def test_a_class_without_images_has_no_accuracy():
-    lines = list(evaluate.describe(np.array([[3, 1], [0, 0]])))
+    lines = list(evaluate.describe(np.array([[3, 1], [0, 0]]), [0, 1]))
     assert lines[2:] == [
         '    0       4   75.00 %    3    1',
         '    1       0         -    .    .',
@@ -131,10 +131,9 @@ def test_the_checkpoint_is_the_one_that_is_asked_for(main, trained_dir):
 def test_other_test_images_can_be_given_without_training_images(
     main, trained_dir, mnist, tmp_path
 ):
-    other = data_sets.DataSet(
-        data_sets.Examples(*(a[:50] for a in mnist.train)),
-        data_sets.Examples(*(a[500:531] for a in mnist.valid)),
-        mnist.num_classes,
+    other = mnist._replace(
+        train=data_sets.Examples(*(a[:50] for a in mnist.train)),
+        valid=data_sets.Examples(*(a[500:531] for a in mnist.valid)),
     )
     write_data_set(tmp_path / 'other', other)
     for path in (tmp_path / 'other').glob('train*'):

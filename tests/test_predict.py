@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+import decoding
 import predict
 from tests.conftest import ROOT, assert_mistake, command
 from tf1 import tf
@@ -247,9 +248,12 @@ def test_light_on_dark_is_told_by_the_border_of_the_training_images():
     ],
 )
 def test_an_image_keeps_its_proportions(size, placed):
-    image = np.full(size + (1,), 9, np.float32)
-    pixels, found, background = predict.place(image, [28, 14, 1])
-    assert pixels is image and found == placed and background.tolist() == [9]
+    image = tf.fill(size + (1,), 9.0)
+    with tf.Session() as session:
+        found = session.run(decoding.find_size(size, [28, 14]))
+        fitted = session.run(decoding.fit(image, (28, 14)))
+    assert found.tolist() == placed
+    assert fitted.shape == (28, 14, 1) and np.allclose(fitted, 9)
 
 
 def test_grey_is_made_colour_for_a_network_of_colour_images():

@@ -149,7 +149,7 @@ FAILING_SAVE = """
 checkpoints.save = lambda *args: False
 """
 SLOW_LOAD = """
-def slow_load(data_dir):
+def slow_load(*args):
     print('loading', flush=True)
     time.sleep(60)
 data_sets.load = slow_load

@@ -1,0 +1,413 @@
+"""The images of a data set in the graph: held as bytes, or decoded as they are needed.
+
+The decoders of a batch run side by side and their images are stacked in the order of
+the rows: what comes out does not depend on the number of threads.
+"""
+
+import collections
+import contextlib
+import os
+import sys
+
+import numpy as np
+from tqdm import tqdm
+
+import utils
+from image_headers import BMP8, BMP24, BMP32, CLEAR, GIF, PLAIN
+from tf1 import quiet_stderr, tf
+from utils import UserError
+
+# n images on disk. paths: of the files, bytes. file: int32 [n], which of them. offset,
+# length: int64 [n], where in it; offset is None where a file is one image. number:
+# int64 [n], of the record in its file. kind: uint8 [n], see `image_headers`. size:
+# int32 [n, 2], height and width as encoded. grey: bool [n]. shape: (n, height, width,
+# channels) of the decoded images.
+Stream = collections.namedtuple(
+    'Stream', 'paths file offset length number kind size grey shape'
+)
+
+# Decoders side by side. Larger batches are decoded in parts.
+PART = 64
+# How many parts of one batch may be under way.
+PARALLEL_PARTS = 4
+# Images at a time where a whole stream is decoded.
+CHUNK = 512
+# Parts of red, green and blue in grey. Source: ITU-R BT.601.
+LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)
+
+
+def is_stream(images):
+    """Returns whether images are encoded on disk rather than bytes in memory."""
+    return isinstance(images, Stream)
+
+
+def take(images, rows):
+    """Returns some of the images, held or a stream, in the order of `rows`."""
+    if not is_stream(images):
+        return images[rows]
+    fields = {}
+    for name in ('file', 'offset', 'length', 'number', 'kind', 'size', 'grey'):
+        array = getattr(images, name)
+        fields[name] = None if array is None else array[rows]
+    shape = (len(fields['file']),) + images.shape[1:]
+    return images._replace(shape=shape, **fields)
+
+
+def name_image(stream, row):
+    """Returns what an image of a stream is called: its file, and its record if any."""
+    path = os.fsdecode(stream.paths[stream.file[row]])
+    if stream.offset is None:
+        return path
+    return '%s: record %d' % (path, stream.number[row])
+
+
+# In the graph
+
+
+def hold(array, name):
+    """Holds an array in a CPU variable that no checkpoint and no graph contains.
+
+    Returns:
+      (variable, feed): `feed` is to be given to the initialiser's run.
+    """
+    dtype = tf.string if array.dtype == object else array.dtype
+    value = tf.placeholder(dtype, array.shape, name + '/value')
+    variable = tf.Variable(
+        value,
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        name=name,
+    )
+    return variable, {value: array}
+
+
+def build_read(examples):
+    """Builds what reads examples; to be placed on the CPU.
+
+    Args:
+      examples: `data_sets.Examples`.
+
+    Returns:
+      (read, feeds): read, (rows int32 [k], k known) -> (images uint8 [k, height, width,
+      channels], labels int64 [k]); and the dict for the initialisers' run.
+    """
+    labels, feeds = hold(examples.labels, 'labels')
+    build = _build_decode if is_stream(examples.images) else _build_gather
+    read_images, more_feeds = build(examples.images)
+
+    def read(rows):
+        return read_images(rows), tf.gather(labels, rows)
+
+    return read, {**feeds, **more_feeds}
+
+
+def _build_gather(images):
+    """Builds `read` of images in memory."""
+    held, feeds = hold(images, 'images')
+    return lambda rows: tf.gather(held, rows), feeds
+
+
+def _build_decode(stream):
+    """Builds `read` of a stream."""
+    find, feeds = (_build_names if stream.offset is None else _build_contents)(stream)
+    kinds, feed = hold(stream.kind.astype(np.int32), 'kinds')
+    feeds.update(feed)
+
+    def decode_part(part):
+        found, part_kinds = map(tf.unstack, part)
+        if stream.offset is None:
+            found = [tf.read_file(name) for name in found]
+        return tf.stack(
+            [decode_image(*pair, stream) for pair in zip(found, part_kinds)]
+        )
+
+    def decode(rows):
+        count = rows.shape.as_list()[0]
+        rows = _note(stream, rows)
+        if count <= PART:
+            return decode_part([find(rows), tf.gather(kinds, rows)])
+        parts = -(-count // PART)
+        padded = tf.minimum(tf.range(parts * PART), count - 1)  # the last one repeats
+        rows = tf.gather(rows, padded)
+        found, found_kinds = find(rows), tf.gather(kinds, rows)
+        decoded = tf.map_fn(
+            decode_part,
+            (tf.reshape(found, [-1, PART]), tf.reshape(found_kinds, [-1, PART])),
+            tf.uint8,
+            parallel_iterations=PARALLEL_PARTS,
+        )
+        return tf.reshape(decoded, (-1,) + stream.shape[1:])[:count]
+
+    return decode, feeds
+
+
+def _build_names(stream):
+    """Builds: rows -> the names of their files, string [k]."""
+    names = np.array([stream.paths[file] for file in stream.file], object)
+    held, feeds = hold(names, 'names')
+    return lambda rows: tf.gather(held, rows), feeds
+
+
+def _build_contents(stream):
+    """Builds: rows -> their encoded images, string [k].
+
+    No op of TensorFlow reads from the middle of a file.
+    """
+
+    def read_contents(rows):
+        return np.array([read_bytes(stream, row) for row in rows], object)
+
+    def find(rows):
+        contents = tf.py_func(read_contents, [rows], tf.string)
+        contents.set_shape(rows.shape)
+        return contents
+
+    return find, {}
+
+
+def read_bytes(stream, row):
+    """Returns the bytes of an encoded image."""
+    start = 0 if stream.offset is None else int(stream.offset[row])
+    file = os.open(stream.paths[stream.file[row]], os.O_RDONLY)
+    try:
+        return os.pread(file, int(stream.length[row]), start)
+    finally:
+        os.close(file)
+
+
+# Which rows of which stream were read last: a decoder's error does not say of which.
+READING = 'reading'
+
+
+def _note(stream, rows):
+    reading = tf.Variable(
+        tf.zeros_like(rows),
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        name='reading',
+    )
+    tf.add_to_collection(READING, (stream, reading))
+    return tf.identity(reading.assign(rows))
+
+
+def decode_image(contents, kind, stream):
+    """Decodes an image of a stream.
+
+    Transparency becomes white; a grey image of a coloured set has three equal channels,
+    and a coloured one of a grey set becomes grey.
+
+    Args:
+      contents: string scalar.
+      kind: int32 scalar, see `image_headers`.
+      stream: the `Stream`.
+
+    Returns:
+      uint8 [height, width, channels].
+    """
+    shape = stream.shape[1:]
+    channels = 1 if shape[2] == 1 and stream.grey.all() else 3
+    decoders = {
+        PLAIN: lambda: tf.image.decode_png(contents, channels=channels),  # JPEG, too
+        CLEAR: lambda: _blend(tf.image.decode_png(contents, channels=4), channels),
+        GIF: lambda: tf.image.decode_gif(contents)[0],
+        BMP8: lambda: _decode_palette(contents)[..., :channels],
+        BMP24: lambda: tf.image.decode_bmp(contents, channels=3),
+        BMP32: lambda: _blend(_find_opaque(tf.image.decode_bmp(contents, channels=4))),
+    }
+    present = sorted(set(stream.kind.tolist()))
+    image = _choose(kind, [(number, decoders[number]) for number in present])
+    image.set_shape([None, None, channels])
+    if channels > shape[2]:
+        image = tf.tensordot(tf.cast(image, tf.float32), LUMINANCE, 1)[..., tf.newaxis]
+    if (stream.size != shape[:2]).any():
+        image = fit(tf.cast(image, tf.float32), shape[:2])
+    if image.dtype != tf.uint8:
+        image = tf.cast(tf.round(image), tf.uint8)
+    image.set_shape(shape)
+    return image
+
+
+def _choose(kind, decoders):
+    """Builds the decoder of a kind; only where there are several, as a switch."""
+    (number, decoder), *others = decoders
+    if not others:
+        return decoder()
+    return tf.cond(tf.equal(kind, number), decoder, lambda: _choose(kind, others))
+
+
+def _blend(image, channels=3):
+    """Lays an image on white: uint8 [h, w, 4] -> uint8 [h, w, channels]."""
+    pixels = tf.cast(image, tf.float32)
+    opaque = pixels[..., 3:] / 255
+    pixels = pixels[..., :channels] * opaque + 255 * (1 - opaque)
+    return tf.cast(tf.round(pixels), tf.uint8)
+
+
+def _find_opaque(image):
+    """Makes a BMP opaque whose fourth bytes are all zero: they are not used."""
+    alpha = tf.cast(image[..., 3:], tf.int32)
+    unused = 255 * tf.cast(tf.equal(tf.reduce_max(alpha), 0), tf.int32)
+    return tf.concat([image[..., :3], tf.cast(alpha + unused, tf.uint8)], axis=2)
+
+
+def _decode_palette(contents):
+    """Decodes a BMP of 8 bits: TensorFlow gives the places in its palette."""
+    places = tf.image.decode_bmp(contents, channels=1)[..., 0]
+
+    def number(start):
+        return tf.decode_raw(tf.substr(contents, start, 4), tf.int32)[0]
+
+    first = 14 + number(14)  # blue, green, red and nothing of each colour, then pixels
+    table = tf.decode_raw(tf.substr(contents, first, number(10) - first), tf.uint8)
+    table = tf.reshape(table, [-1, 4])[:, 2::-1]
+    return tf.gather(table, tf.cast(places, tf.int32))
+
+
+def fit(pixels, size):
+    """Scales an image by area, in its proportions; its border's mean fills the rest.
+
+    Args:
+      pixels: float32 [h, w, channels].
+      size: (height, width) of the result.
+
+    Returns:
+      float32 [height, width, channels].
+    """
+    height, width = size
+    edges = [pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]
+    background = tf.reduce_mean(tf.concat(edges, axis=0), axis=0)
+    scaled_to = find_size(tf.shape(pixels)[:2], size)
+    scaled = tf.image.resize_area(pixels[tf.newaxis], scaled_to)[0] - background
+    top, left = (height - scaled_to[0]) // 2, (width - scaled_to[1]) // 2
+    return tf.image.pad_to_bounding_box(scaled, top, left, height, width) + background
+
+
+def find_size(size, room):
+    """Returns the largest [height, width] within `room`, in the proportions of `size`.
+
+    Args:
+      size, room: int32 [2] both, tensors or arrays.
+    """
+    size, room = tf.cast(size, tf.float64), tf.cast(room, tf.float64)
+    largest = tf.round(size * tf.reduce_min(room / size))
+    return tf.maximum(tf.cast(largest, tf.int32), 1)
+
+
+# Before a run
+
+
+def decode_all(images, threads):
+    """Yields all images in order, uint8 [m, height, width, channels].
+
+    Args:
+      images: a `Stream`, or bytes in memory.
+      threads: of the session, as `utils.choose_threads` returns them: later sessions of
+        the process have the same threads, whatever they ask for.
+
+    Raises:
+      UserError: names the image that can't be decoded.
+    """
+    if not is_stream(images):
+        for start in range(0, len(images), CHUNK):
+            yield images[start : start + CHUNK]
+        return
+    with _open_decoder(images, threads) as decode, _open_bar(images) as bar:
+        for rows in _split_rows(images):
+            decoded, why = _try(decode, rows)
+            if why is not None:
+                raise UserError(explain_bad(images, *_find_bad_rows(decode, rows)[0]))
+            bar.update(len(rows))
+            yield decoded
+
+
+def find_bad(stream, threads):
+    """Decodes all images of a stream.
+
+    Returns:
+      A list of (row, why) of those that can't be decoded.
+    """
+    bad = []
+    with _open_decoder(stream, threads) as decode, _open_bar(stream) as bar:
+        for rows in _split_rows(stream):
+            if _try(decode, rows)[1] is not None:
+                bad += _find_bad_rows(decode, rows)
+            bar.update(len(rows))
+    return bad
+
+
+def _split_rows(stream):
+    """Yields the rows of a stream, `CHUNK` at a time."""
+    for start in range(0, stream.shape[0], CHUNK):
+        yield range(start, min(start + CHUNK, stream.shape[0]))
+
+
+def _try(decode, rows):
+    """Returns (images, None), or (None, why) where one of them can't be decoded."""
+    with quiet_stderr():  # the formats' own libraries speak, too
+        try:
+            return decode(rows), None
+        except tf.errors.OpError as error:
+            return None, utils.find_cause(error)
+
+
+def _find_bad_rows(decode, rows):
+    """Returns a list of (row, why) of those among `rows` that can't be decoded."""
+    tried = [(row, _try(decode, [row])[1]) for row in rows]
+    return [(row, why) for row, why in tried if why is not None]
+
+
+def explain_bad(stream, row, why):
+    """Returns a line on an image that can't be decoded."""
+    return '%s can not be decoded: %s; --skip_bad leaves such images out' % (
+        name_image(stream, row),
+        why,
+    )
+
+
+def find_culprit(session):
+    """Returns a line on the image that made a read fail, None if none is bad.
+
+    Args:
+      session: in whose graph it failed.
+    """
+    for stream, reading in session.graph.get_collection(READING):
+        rows = np.unique(session.run(reading))
+        bad = find_bad(take(stream, rows), (0, 0))
+        if bad:
+            row, why = bad[0]
+            return explain_bad(stream, rows[row], why)
+    return None
+
+
+@contextlib.contextmanager
+def _open_decoder(stream, threads):
+    """Yields a function (rows) -> their images, decoded in a session of its own."""
+    calls = {}
+    with tf.Graph().as_default(), tf.device('/cpu:0'):
+        read, feeds = _build_decode(stream)
+        for count in {1, min(CHUNK, stream.shape[0])}:
+            rows = tf.placeholder(tf.int32, [count])
+            calls[count] = rows, read(rows)
+        with utils.open_session(utils.CPU, threads) as session:
+            session.run(tf.local_variables_initializer(), feeds)
+            calls = {n: session.make_callable(i, [r]) for n, (r, i) in calls.items()}
+
+            def decode(rows):
+                count = min(n for n in calls if n >= len(rows))
+                padded = np.minimum(np.arange(count), len(rows) - 1)
+                return calls[count](np.array(rows, np.int32)[padded])[: len(rows)]
+
+            yield decode
+
+
+def _open_bar(stream):
+    """Returns a bar for a whole stream, on a terminal only."""
+    return tqdm(
+        total=stream.shape[0],
+        disable=not sys.stderr.isatty(),
+        file=sys.stderr,
+        ascii=True,
+        leave=False,
+        desc='decoding',
+        unit='image',
+    )

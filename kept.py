@@ -1,0 +1,89 @@
+"""What is found out about a data set once and kept beside the model_dir."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import zlib
+
+import numpy as np
+
+from utils import UserError, log
+
+# numpy's own arguments have names, too.
+PREFIX = 'found-'
+
+
+def find_directory(flags):
+    """Returns the directory beside the model_dir that is this data set's."""
+    parent = os.path.dirname(os.path.abspath(flags.model_dir or 'runs/run'))
+    checksum = zlib.crc32(os.fsencode(os.path.abspath(flags.data_dir)))
+    return os.path.join(parent, 'data-%08x' % checksum)
+
+
+def remember(flags, name, paths, find_out):
+    """Returns what `find_out()` does, or what it did as long as no file has changed.
+
+    Args:
+      flags: `data_dir` and `model_dir` say where it is kept.
+      name: of what is found out; a file's.
+      paths: the files it depends on: on their names, sizes and times.
+      find_out: () -> a dict of arrays.
+
+    Raises:
+      UserError: one of the files is gone.
+    """
+    stamp = np.frombuffer(make_stamp(paths), np.uint8)
+    path = os.path.join(find_directory(flags), name + '.npz')
+    found = _read(path)
+    if found is not None and np.array_equal(found.pop('stamp', None), stamp):
+        return {key[len(PREFIX) :]: value for key, value in found.items()}
+    found = find_out()
+    try:
+        with write_whole(path) as file:
+            np.savez(file, stamp=stamp, **{PREFIX + k: v for k, v in found.items()})
+    except OSError as error:
+        log.warning('%s is not kept for the next start: %s', path, error.strerror)
+    return {key: np.asarray(value) for key, value in found.items()}
+
+
+def make_stamp(paths):
+    """Returns bytes that differ if a file has another name, size or time.
+
+    Raises:
+      UserError: a file is gone.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UserError('%s: %s' % (path, error.strerror)) from None
+        line = '%d %d ' % (status.st_size, status.st_mtime_ns)
+        digest.update(line.encode() + os.fsencode(os.path.abspath(path)) + b'\n')
+    return digest.digest()
+
+
+def _read(path):
+    """Returns the dict of arrays in a file, None if there is none, or a damaged one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except Exception:  # whatever is wrong with it, it is made again
+        return None
+
+
+@contextlib.contextmanager
+def write_whole(path):
+    """Yields a binary file that is at `path`, whole, once the block is done."""
+    directory = os.path.dirname(path)
+    os.makedirs(directory, exist_ok=True)
+    # Another process may be writing the same.
+    with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.remove(file.name)
+            raise
