@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 
+from networks import find_network
 from utils import UserError
 
 MAX_TOWERS = 64
@@ -15,12 +16,13 @@ def parse(description, networks, towers, argv=None):
 
     Args:
       description: the first line of `--help`.
-      networks: the names `--model` takes.
+      networks: {name: function}, those that need no file.
       towers: whether the script has towers, so `--num_gpus`.
       argv: a list of strings; default the command line's.
 
     Raises:
       UserError: a flag is unknown, malformed or out of range.
+      Exception: what the code of the user's own network raises.
     """
     parser = Parser(description=description, allow_abbrev=False)
     _add_run(parser.add_argument_group('the run'))
@@ -38,6 +40,7 @@ def parse(description, networks, towers, argv=None):
         )
     if not towers:
         flags.num_gpus = 1
+    find_network(flags.model, networks)
     return flags
 
 
@@ -138,9 +141,10 @@ def _add_saving(group):
 def _add_training(group, networks):
     group.add_argument(
         '--model',
-        choices=sorted(networks),
+        metavar='NETWORK',
         default='cnn',
-        help='the network, a function in model.py (default: cnn)',
+        help='%s, or a function of your own, as path/file.py:function or '
+        'package.module:function (default: cnn)' % ', '.join(sorted(networks)),
     )
     group.add_argument(
         '--dropout',

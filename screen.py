@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 import checkpoints
 import cluster
+import networks
 import records
 import utils
 from tf1 import tf
@@ -27,7 +28,7 @@ def introduce(flags, config, restored, model_dir):
     log.info(
         'model %s: %d parameters, %d classes; %d training and %d validation images '
         'of %s from %s',
-        flags.model,
+        networks.shorten(flags.model),
         sum(v.shape.num_elements() for v in tf.trainable_variables()),
         data['num_classes'],
         data['train_images'],

@@ -10,13 +10,14 @@ import os
 
 import checkpoints
 import model
+import networks
 import records
 from tf1 import tf
 from utils import UserError
 
-# title: a line that says which model it is. prefix: of the checkpoint. network: a
-# function of model.py. image_shape: [height, width, channels]. border: brightness, 0 to
-# 255, of the edge of the images it was trained on. threads: (intra-op, inter-op).
+# title: a line that says which model it is. prefix: of the checkpoint. network: what
+# `find_network` returned. image_shape: [height, width, channels]. border: brightness, 0
+# to 255, of the edge of the images it was trained on. threads: (intra-op, inter-op).
 Trained = collections.namedtuple(
     'Trained',
     'title model_dir prefix network num_classes image_shape border data_dir threads',
@@ -37,6 +38,11 @@ def add_flags(parser):
         '--checkpoint',
         metavar='best|last|PATH',
         help='which of its checkpoints (default: best, or last while there is no best)',
+    )
+    parser.add_argument(
+        '--model',
+        metavar='FILE.py:FUNCTION',
+        help='where a network of your own is now (default: where it was in training)',
     )
     parser.add_argument(
         '--verbose', action='store_true', help="TensorFlow's own messages too"
@@ -69,17 +75,21 @@ def find(flags):
         raise UserError('%s has no config.json: no run wrote it' % model_dir)
     image_shape, num_classes, border = _read_data(model_dir, config)
     prefix = _choose_checkpoint(model_dir, flags.checkpoint)
-    name = str(config['flags'].get('model'))
-    if name not in model.NETWORKS:
+    name = flags.model or str(config['flags'].get('model'))
+    try:
+        network = networks.find_network(name, model.NETWORKS)
+    except UserError as error:
+        if flags.model:
+            raise
         raise UserError(
-            '%s was trained with --model %s, which model.py does not have'
-            % (model_dir, name)
-        )
+            '%s was trained with %s; say with --model where it is now'
+            % (model_dir, error)
+        ) from None
     return Trained(
-        'model %s of %s%s' % (name, prefix, newest),
+        'model %s of %s%s' % (networks.shorten(name), prefix, newest),
         model_dir,
         prefix,
-        model.NETWORKS[name],
+        network,
         num_classes,
         image_shape,
         border,
