@@ -5,6 +5,7 @@ import math
 import os
 
 import augmentation
+from networks import find_network
 from utils import UserError
 
 MAX_TOWERS = 64
@@ -17,12 +18,13 @@ def parse(description, networks, towers, argv=None):
 
     Args:
       description: the first line of `--help`.
-      networks: the names `--model` takes.
+      networks: {name: function}, those that need no file.
       towers: whether the script has towers, so `--num_gpus`.
       argv: a list of strings; default the command line's.
 
     Raises:
       UserError: a flag is unknown, malformed or out of range.
+      Exception: what the code of the user's own network raises.
     """
     parser = Parser(description=description, allow_abbrev=False)
     add_data(parser.add_argument_group('the data'))
@@ -41,6 +43,7 @@ def parse(description, networks, towers, argv=None):
         )
     if not towers:
         flags.num_gpus = 1
+    find_network(flags.model, networks)
     return flags
 
 
@@ -232,9 +235,10 @@ def _add_saving(group):
 def _add_training(group, networks):
     group.add_argument(
         '--model',
-        choices=sorted(networks),
+        metavar='NETWORK',
         default='cnn',
-        help='the network, a function in model.py (default: cnn)',
+        help='%s, or a function of your own, as path/file.py:function or '
+        'package.module:function (default: cnn)' % ', '.join(sorted(networks)),
     )
     group.add_argument(
         '--dropout',

@@ -1,6 +1,7 @@
 """Networks (images -> logits) and `model_fn`, which adds loss and predictions.
 
-To train another network, write a function like `cnn` below and add it to `NETWORKS`.
+To train another network, write a function like `cnn` below into a file of your own:
+`--model path/file.py:function`.
 """
 
 import collections

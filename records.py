@@ -16,6 +16,7 @@ import zlib
 import numpy as np
 
 import decoding
+import networks
 import utils
 from cluster import ONE
 from tf1 import tf
@@ -109,7 +110,8 @@ def _remove_empty(directories):
 def _make_new(flags, towers):
     """Makes a directory that no other run has; returns it as `_make_directories`."""
     now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
-    name = '%s-%s-%d' % (now, flags.model, towers)
+    function = flags.model.rpartition(':')[2]
+    name = '%s-%s-%d' % (now, function, towers)
     for again in itertools.count(1):
         path = os.path.join('runs', name if again == 1 else '%s-%d' % (name, again))
         made = _make_directories(path)
@@ -180,7 +182,14 @@ def _lock(model_dir):
 
 
 def _find_changes(before, now, names):
-    """Returns what differs in two dicts of flags: '--seed 0, not 1 and --keep ...'."""
+    """Returns what differs in two dicts of flags: '--seed 0, not 1 and --keep ...'.
+
+    The file of a user's own network may have moved, or be named from elsewhere.
+    """
+    before, now = (
+        {k: networks.shorten(str(v)) if k == 'model' else v for k, v in flags.items()}
+        for flags in (before, now)
+    )
     return ' and '.join(
         '--%s %s, not %s' % (name, before[name], now[name])
         for name in sorted(names & set(before) & set(now))
@@ -253,7 +262,11 @@ def describe(flags, devices, data, threads, machines=ONE):
     return {
         'command': ' '.join(map(shlex.quote, [sys.executable] + sys.argv)),
         # Whoever uses the run may stand elsewhere.
-        'flags': dict(vars(flags), data_dir=os.path.abspath(flags.data_dir)),
+        'flags': dict(
+            vars(flags),
+            data_dir=os.path.abspath(flags.data_dir),
+            model=networks.locate(flags.model),
+        ),
         'devices': {'towers': devices.towers, 'gpus': devices.gpus},
         'machines': machines.addresses,
         'threads': list(threads),
@@ -287,10 +300,16 @@ def describe_facts(flags, devices, data, machines):
     paths = [vars(m).get('__file__') for m in list(sys.modules.values()) if m]
     sources = {os.path.abspath(path) for path in paths if path}
     facts = {'--' + k: v for k, v in vars(flags).items() if k not in OWN_FLAGS}
-    for directory, name in map(os.path.split, sources):
+    facts['--model'] = networks.shorten(flags.model)
+    network = networks.find_source(flags.model)
+    if network is not None:
+        # Wherever it is on each machine.
+        sources.discard(network)
+        facts[networks.shorten(flags.model)] = _checksum_file(network)
+    for path in sources:
+        directory, name = os.path.split(path)
         if directory == here:
-            with open(os.path.join(here, name), 'rb') as file:
-                facts[name] = _checksum(file.read())
+            facts[name] = _checksum_file(path)
     for name, examples in (('training', data.train), ('validation', data.valid)):
         stream = decoding.is_stream(examples.images)
         # Of encoded images their lengths stand for all: to read them takes an epoch.
@@ -300,6 +319,11 @@ def describe_facts(flags, devices, data, machines):
     facts.update(towers=' '.join(devices.towers), TensorFlow=tf.version.VERSION)
     facts['TF_CONFIG'] = ' '.join(machines.addresses)
     return facts
+
+
+def _checksum_file(path):
+    with open(path, 'rb') as file:
+        return _checksum(file.read())
 
 
 def _checksum(*parts):

@@ -8,6 +8,7 @@ from tqdm import tqdm
 import checkpoints
 import cluster
 import data_sets
+import networks
 import records
 import utils
 from tf1 import tf
@@ -28,7 +29,7 @@ def introduce(flags, config, restored, model_dir):
     log.info(
         'model %s: %d parameters, %d classes (%s); %d training and %d validation '
         'images of %s from %s',
-        flags.model,
+        networks.shorten(flags.model),
         sum(v.shape.num_elements() for v in tf.trainable_variables()),
         data['num_classes'],
         data_sets.list_classes(data['classes']),

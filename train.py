@@ -10,6 +10,7 @@ import data_sets
 import evaluation
 import input_pipeline
 import model
+import networks
 import records
 import training
 import utils
@@ -48,7 +49,7 @@ def build_job(flags, device, data):
     optimizer = training.create_optimizer(flags.optimizer, learning_rate)
     build_model = functools.partial(
         model.model_fn,
-        network=model.NETWORKS[flags.model],
+        network=networks.find_network(flags.model, model.NETWORKS),
         num_classes=len(data.classes),
         moments=data.moments,
     )

@@ -13,6 +13,7 @@ import evaluation
 import gradient_packs
 import input_pipeline
 import model
+import networks
 import records
 import training
 import utils
@@ -52,7 +53,7 @@ def build_job(
         pipeline = input_pipeline.stage(pipeline, devices)
     build_model = functools.partial(
         model.model_fn,
-        network=model.NETWORKS[flags.model],
+        network=networks.find_network(flags.model, model.NETWORKS),
         num_classes=len(data.classes),
         moments=data.moments,
     )

@@ -12,12 +12,13 @@ import numpy as np
 
 import checkpoints
 import model
+import networks
 import records
 from tf1 import tf
 from utils import UserError
 
-# title: a line that says which model it is. prefix: of the checkpoint. network: a
-# function of model.py. classes: what each is called. image_shape: [height, width,
+# title: a line that says which model it is. prefix: of the checkpoint. network: what
+# `find_network` returned. classes: what each is called. image_shape: [height, width,
 # channels]. moments: as `model.scale` takes them; their values are in the checkpoint.
 # border: brightness, 0 to 255, of the edge of the images it was trained on. flags: the
 # run's, a dict. threads: (intra-op, inter-op).
@@ -41,6 +42,11 @@ def add_flags(parser):
         '--checkpoint',
         metavar='best|last|PATH',
         help='which of its checkpoints (default: best, or last while there is no best)',
+    )
+    parser.add_argument(
+        '--model',
+        metavar='FILE.py:FUNCTION',
+        help='where a network of your own is now (default: where it was in training)',
     )
     parser.add_argument(
         '--verbose', action='store_true', help="TensorFlow's own messages too"
@@ -75,17 +81,21 @@ def find(flags):
     standardize = config['flags'].get('standardize')
     nothing = np.zeros(image_shape[2], np.float32)
     prefix = _choose_checkpoint(model_dir, flags.checkpoint)
-    name = str(config['flags'].get('model'))
-    if name not in model.NETWORKS:
+    name = flags.model or str(config['flags'].get('model'))
+    try:
+        network = networks.find_network(name, model.NETWORKS)
+    except UserError as error:
+        if flags.model:
+            raise
         raise UserError(
-            '%s was trained with --model %s, which model.py does not have'
-            % (model_dir, name)
-        )
+            '%s was trained with %s; say with --model where it is now'
+            % (model_dir, error)
+        ) from None
     return Trained(
-        'model %s of %s%s' % (name, prefix, newest),
+        'model %s of %s%s' % (networks.shorten(name), prefix, newest),
         model_dir,
         prefix,
-        model.NETWORKS[name],
+        network,
         classes,
         image_shape,
         (nothing, nothing) if standardize else None,

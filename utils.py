@@ -334,7 +334,9 @@ def report(error):
         log.error('%s', error)
         return 1
     log.error('%s: %s', type(error).__name__, find_cause(error))
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    # Of an error in the user's own code, the user's frames.
+    frames = getattr(error, 'shown_traceback', error.__traceback__)
+    lines = traceback.format_exception(type(error), error, frames)
     log.error('%s', ''.join(lines))
     return 1
 

@@ -237,7 +237,7 @@ def test_damage_and_foreign_models_get_one_line(main, flags, trained_dir, monkey
     assert 'is of another model: other/bias is absent there and [10] here' in done.err
     monkeypatch.delitem(evaluate.model.NETWORKS, 'cnn')
     done = main('evaluate.py', '--device', 'cpu', '--model_dir', trained_dir)
-    assert_mistake(done, 'trained with --model cnn, which model.py does not have')
+    assert_mistake(done, 'trained with --model cnn: there is no such network: name ')
 
 
 def other_network(images, training, num_classes, dropout):

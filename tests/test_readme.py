@@ -42,6 +42,15 @@ def read_commands(name):
     return [line for line in lines if line]
 
 
+def write_network():
+    """Writes the README's network to the file that the README names."""
+    (block,) = re.findall(
+        r'^```python\n(.*?)^```$', read_pages()['README.md'], re.M | re.S
+    )
+    with open('my_network.py', 'w') as file:
+        file.write(block)
+
+
 def read_pages():
     pages = {}
     for name in ('README.md', 'README.ja.md'):
@@ -106,6 +115,7 @@ def serve(line):
 
 
 def test_every_command_of_the_readme_works_in_its_order(copy):
+    write_network()
     ran = set()
     for line in read_commands('README.md'):
         line = SAME.get(line, line)
@@ -147,6 +157,22 @@ def test_both_languages_have_the_same_commands_flags_links_and_figures():
             sorted(set(re.findall(pattern, page, re.M))) for page in (english, japanese)
         )
         assert one and one == other, set(one) ^ set(other)
+
+
+def test_the_network_of_the_readme_is_trained_evaluated_and_exported(main, flags):
+    write_network()
+    flags += ['--max_steps', '20', '--model', 'my_network.py:mlp']
+    done = main('train_multi_gpu.py', '--num_gpus', '2', *flags)
+    assert done.status == 0 and done.err == ''
+    assert done.out.startswith('model my_network.py:mlp: 203530 parameters, 10 classes')
+    for script, argv in (
+        ('evaluate.py', ['--device', 'cpu']),
+        ('export.py', ['--export_dir', 'exported']),
+    ):
+        done = main(script, *argv)
+        assert done.status == 0 and done.err == ''
+        assert done.out.startswith('model my_network.py:mlp of runs/')
+    assert sorted(os.listdir('exported')) == ['saved_model.pb', 'variables']
 
 
 def test_every_link_leads_to_a_file():
