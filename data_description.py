@@ -1,6 +1,7 @@
 """Describes a data set: what is in it, what is wrong with it, how fast it is read."""
 
 import collections
+import itertools
 import os
 import statistics
 import time
@@ -11,6 +12,7 @@ import command_line
 import data_sets
 import decoding
 import input_pipeline
+import records
 import training
 import utils
 from tf1 import tf
@@ -21,12 +23,14 @@ MOST_CLASSES = 50
 FEW_CLASSES = 10
 # How long the longest bar of the histogram is.
 BAR = 40
-ROUNDS = 5
+ROUNDS = 7
+# Taken at a time, for the time of taking them to be none.
+BATCHES = 4
 
 
 def main():
     flags = parse()
-    threads = utils.choose_threads(flags, utils.CPU.towers)
+    threads = records.choose_threads(flags, utils.CPU, None)
     data = data_sets.load(flags, threads)
     for line in describe(flags, data):
         log.info('%s', line)
@@ -117,9 +121,10 @@ def measure(flags, data, threads):
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         state = training.create_state()
         pipeline, feeds = input_pipeline.build(
-            data.train, flags.batch_size, 1, 0, state, augment=flags.augment
+            data.train, flags.batch_size, BATCHES, 0, state, augment=flags.augment
         )
-        takes = {'the pipeline': (tf.group(*pipeline.batches[0]), flags.batch_size)}
+        batches = tf.group(*itertools.chain(*pipeline.batches))
+        takes = {'the pipeline': (batches, pipeline.global_batch)}
         if stream:
             takes['decoding'] = build_decoding(data.train.images, feeds)
         with utils.open_session(utils.CPU, threads) as session:
@@ -127,7 +132,7 @@ def measure(flags, data, threads):
             session.run(tf.local_variables_initializer(), feeds)
             session.run(pipeline.start)
             with training.queue_runners(session):
-                rates = measure_rounds(session, takes, flags.seconds, flags.batch_size)
+                rates = measure_rounds(session, takes, flags.seconds)
     for name, rate in rates.items():
         yield '%s alone: %s images/s' % (
             name,
@@ -145,7 +150,7 @@ def measure(flags, data, threads):
 def build_decoding(stream, feeds):
     """Returns (op, images it decodes): as many as are decoded side by side."""
     rows = range(min(decoding.PART, stream.shape[0]))
-    encoded = [decoding.read_bytes(stream, row) for row in rows]
+    encoded = list(map(decoding.make_read_bytes(stream), rows))
     held, feed = decoding.hold(np.array(encoded, object), 'encoded')
     feeds.update(feed)
     kinds = [tf.constant(int(stream.kind[row])) for row in rows]
@@ -153,15 +158,16 @@ def build_decoding(stream, feeds):
         decoding.decode_image(contents, kind, stream)
         for contents, kind in zip(tf.unstack(held), kinds)
     ]
-    return tf.group(*decoded), len(decoded)
+    # An op whose result nobody takes is optimised away.
+    return tf.stack([image[0, 0, 0] for image in decoded]), len(decoded)
 
 
-def measure_rounds(session, takes, seconds, batch_size):
+def measure_rounds(session, takes, seconds):
     """Returns {name: images per second, one number per round}, measured in turns."""
     calls = {name: session.make_callable(op) for name, (op, _) in takes.items()}
     rates = collections.OrderedDict((name, []) for name in takes)
     slice_seconds = seconds / ROUNDS / len(takes)
-    ahead = 3 * input_pipeline.steps_per_enqueue(batch_size) + 1
+    ahead = 3 * input_pipeline.STEPS_PER_ENQUEUE + 1
     for _ in range(ROUNDS):
         for name, (_, images) in takes.items():
             for _ in range(ahead):  # what was made while this was not measured

@@ -36,7 +36,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
     """
     with tf.name_scope('evaluation'):
         with tf.device('/cpu:0'):
-            read, feeds = decoding.build_read(examples)
+            reader = decoding.build_reader(examples)
             start = tf.placeholder(tf.int32, [], 'start')
         specs = []
         for own, device in enumerate(devices):
@@ -44,7 +44,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
             with tf.device('/cpu:0'):
                 rows = tf.range(batch_size) + (start + tower * batch_size)
                 rows = tf.minimum(rows, len(examples.labels) - 1)
-                batch = read(rows)
+                batch = decoding.read(reader, rows)
             with utils.on_tower(device, reuse or own > 0):
                 specs.append(build_model(*batch))
         with tf.device('/cpu:0'):
@@ -54,7 +54,7 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
         if machines != ONE:
             losses, predictions, wishes = _gather(losses, predictions, machines)
     evaluation = Evaluation(start, losses, predictions, examples.labels, wishes)
-    return evaluation, feeds
+    return evaluation, reader.feeds
 
 
 def _gather(losses, predictions, machines):

@@ -21,6 +21,8 @@ from utils import UserError
 # time that is taken from the step. Large batches move one by one.
 STEPS_PER_ENQUEUE = 8
 IMAGES_PER_ENQUEUE = 2048
+# Decoding has an op per image.
+IMAGES_PER_DECODE = 256
 
 # How many images a run shows in TensorBoard.
 NUM_SAMPLES = 8
@@ -77,44 +79,68 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
     global_batch = own_batch * len(machines.addresses)
     _check_size(num_images, batch_size, num_towers * len(machines.addresses))
     with tf.device('/cpu:0'), tf.name_scope('input'):
-        read, feeds = decoding.build_read(examples)
+        reader = decoding.build_reader(examples)
         mine = slice(machines.index * own_batch, (machines.index + 1) * own_batch)
         index_queue, start = _build_index_queue(
             num_images, global_batch, mine, seed, state, bool(augment)
         )
-        steps = steps_per_enqueue(own_batch, decoding.is_stream(examples.images))
+        steps = steps_per_enqueue(own_batch, reader.fetch is not None)
         rows, *draws = _listed(index_queue.dequeue_many(steps))  # [steps, N*B, ...]
-        images, labels = read(tf.reshape(rows, [-1]))  # [steps*N*B, ...]
-        if augment:
-            draws = tf.reshape(draws[0], [-1, augmentation.NUM_DRAWS])
-            images = augmentation.augment(images, draws, augment)
-        image_shape = list(examples.images.shape[1:])
+        fetched = rows
+        if reader.fetch is not None:
+            rows, fetched, *draws = _fetch_ahead(reader.fetch, rows, draws)
         batch_queue = tf.FIFOQueue(
             2 * steps * num_towers,
             [tf.uint8, tf.int64],
-            [[batch_size] + image_shape, [batch_size]],
+            [(batch_size,) + examples.images.shape[1:], [batch_size]],
             name='batch_queue',
         )
-        batches = [
-            tf.reshape(images, [-1, batch_size] + image_shape),
-            tf.reshape(labels, [-1, batch_size]),
-        ]
-        enqueue = batch_queue.enqueue_many(batches)
+        enqueue = None
+        parts = _split([rows, fetched] + draws, steps * num_towers)
+        for rows, fetched, *draws in parts:  # [B, ...]
+            images, labels = reader.decode(rows, fetched)
+            if augment:
+                images = augmentation.augment(images, draws[0], augment)
+            # In their order; the batches after it are decoded meanwhile.
+            with tf.control_dependencies([enqueue] if enqueue is not None else []):
+                enqueue = batch_queue.enqueue([images, labels])
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
         first = epoch_order(num_images, seed, 0)[: min(NUM_SAMPLES, num_images)]
         first.set_shape([min(NUM_SAMPLES, num_images)])
-        samples, _ = read(first)
+        samples, _ = decoding.read(reader, first)
     pipeline = Pipeline(
         batches, start, tf.no_op(), [], samples, num_images, global_batch
     )
-    return pipeline, feeds
+    return pipeline, reader.feeds
 
 
-def steps_per_enqueue(own_batch, decoded=False):
+def steps_per_enqueue(own_batch, encoded=False):
     """Returns how many steps' batches one run of the gathering thread moves."""
-    images = decoding.PART if decoded else IMAGES_PER_ENQUEUE
+    images = IMAGES_PER_DECODE if encoded else IMAGES_PER_ENQUEUE
     return min(STEPS_PER_ENQUEUE, max(1, images // own_batch))
+
+
+def _fetch_ahead(fetch, rows, draws):
+    """Fetches encoded images in a thread of their own.
+
+    Returns:
+      [rows, encoded images, *draws] of the next run of what decodes them.
+    """
+    encoded = tf.reshape(fetch(tf.reshape(rows, [-1])), rows.shape)
+    components = [rows, encoded] + draws
+    queue = tf.FIFOQueue(
+        2, [c.dtype for c in components], [c.shape for c in components], name='encoded'
+    )
+    enqueue = queue.enqueue(components)
+    tf.train.add_queue_runner(tf.train.QueueRunner(queue, [enqueue]))
+    return queue.dequeue()
+
+
+def _split(tensors, parts):
+    """Splits tensors [s, n, ...] into [s * n / parts, ...] each; -> a list per part."""
+    joined = [tf.reshape(t, [parts, -1] + t.shape.as_list()[2:]) for t in tensors]
+    return zip(*(tf.unstack(t, parts) for t in joined))
 
 
 def _listed(element):

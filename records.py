@@ -15,6 +15,7 @@ import zlib
 
 import numpy as np
 
+import data_sets
 import decoding
 import networks
 import utils
@@ -394,7 +395,8 @@ def _check_config(config):
 def choose_threads(flags, devices, model_dir):
     """Returns the session's threads, `utils.choose_threads`; a run keeps its own."""
     before = read_config(model_dir).get('threads')
-    return utils.choose_threads(flags, devices.towers, before)
+    encoded = data_sets.is_encoded(flags)
+    return utils.choose_threads(flags, devices.towers, before, encoded)
 
 
 def check_data(model_dir, data):
