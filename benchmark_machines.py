@@ -43,7 +43,7 @@ def prepare(argument):
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     data = data_sets.load(flags, utils.choose_threads(flags, devices.towers))
     steps = argument['steps']
-    warm_up = count_warm_up(flags.batch_size * flags.num_gpus)
+    warm_up = count_warm_up(flags.batch_size * flags.num_gpus, data.train.images)
 
     def find_stop():
         return None

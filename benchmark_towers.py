@@ -70,7 +70,7 @@ def prepare(argument):
             flags, input_pipeline.build if flags.staging else build_timed_input
         )
         global_batch = flags.batch_size * flags.num_gpus
-        warm_up = count_warm_up(global_batch)
+        warm_up = count_warm_up(global_batch, data.train.images)
 
         def take(step, steps, between=lambda *_: 0.0):
             return training.take_steps(step, steps, warm_up, between, global_batch)
@@ -109,13 +109,13 @@ def prepare(argument):
         yield ready, measure
 
 
-def count_warm_up(own_batch):
+def count_warm_up(own_batch, images):
     """Returns after how many steps the input is no longer ahead.
 
     The batches it had made while it was not measured are used up by then: two runs of
     its thread in the queue and one under way.
     """
-    return 3 * input_pipeline.steps_per_enqueue(own_batch) + 1
+    return 3 * input_pipeline.steps_per_enqueue(own_batch, images) + 1
 
 
 def _open_job(

@@ -43,8 +43,6 @@ FORMATS = collections.OrderedDict(
     ),
 )
 
-ENCODED = ('folders', 'tfrecord')
-
 # Held out for validation where the data set has no half for it.
 VALID_FRACTION = 0.1
 # So many images tell what their border is like; fewer where they must be decoded.
@@ -144,11 +142,6 @@ def find_format(flags):
             '%s holds %s: say which with --format' % (data_dir, ' and '.join(found))
         )
     return found[0]
-
-
-def is_encoded(flags):
-    """Returns whether images are decoded as they are needed."""
-    return find_format(flags) in ENCODED and not flags.cache
 
 
 def _load_halves(flags, kind):

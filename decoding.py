@@ -84,14 +84,17 @@ def hold(array, name):
     return variable, {value: array}
 
 
-# fetch: (rows int32 [k]) -> their encoded images, string [k]; None where nothing is to
-# be fetched. decode: (rows, what was fetched) -> (images uint8 [k, height, width,
-# channels], labels int64 [k]); k is known. feeds: for the initialisers' run.
-Reader = collections.namedtuple('Reader', 'fetch decode feeds')
+# read_bytes: (row) -> its encoded image, None where images are in memory. decode: (rows
+# int32 [k], their encoded images, string [k], or None) -> (images uint8 [k, height,
+# width, channels], labels int64 [k]); k is known. feeds: for the initialisers' run.
+Reader = collections.namedtuple('Reader', 'read_bytes decode feeds')
 
 
 def build_reader(examples):
     """Builds what reads examples; to be placed on the CPU.
+
+    Files are read in Python and fed: no op reads from the middle of a file, the one for
+    a whole one takes longer, on 1.15 ten times, and a `py_func` of 2.x opens all GPUs.
 
     Args:
       examples: `data_sets.Examples`.
@@ -101,43 +104,26 @@ def build_reader(examples):
     """
     labels, feeds = hold(examples.labels, 'labels')
     if is_stream(examples.images):
-        fetch = _build_fetch(examples.images)
+        read_bytes = make_read_bytes(examples.images)
         decode_images, more_feeds = _build_decode(examples.images)
     else:
-        fetch = None
+        read_bytes = None
         images, more_feeds = hold(examples.images, 'images')
 
-        def decode_images(rows, _):
+        def decode_images(rows, encoded):
+            del encoded
             return tf.gather(images, rows)
 
-    def decode(rows, fetched):
-        return decode_images(rows, fetched), tf.gather(labels, rows)
+    def decode(rows, encoded):
+        return decode_images(rows, encoded), tf.gather(labels, rows)
 
-    return Reader(fetch, decode, {**feeds, **more_feeds})
-
-
-def read(reader, rows):
-    """Builds a whole read: rows int32 [k] -> (images, labels), as `Reader.decode`."""
-    return reader.decode(rows, reader.fetch(rows) if reader.fetch else None)
+    return Reader(read_bytes, decode, {**feeds, **more_feeds})
 
 
-def _build_fetch(stream):
-    """Builds `Reader.fetch` of a stream.
-
-    In Python: TensorFlow has no op that reads from the middle of a file, and its op for
-    a whole one takes longer, ten times on 1.15.
-    """
-    read_bytes = make_read_bytes(stream)
-
-    def read_all(rows):
-        return np.array([read_bytes(row) for row in rows.tolist()], object)
-
-    def fetch(rows):
-        contents = tf.py_func(read_all, [rows], tf.string)
-        contents.set_shape(rows.shape)
-        return contents
-
-    return fetch
+def read_all(read_bytes, rows):
+    """Returns encoded images to be fed: rows, an array -> bytes objects, as shaped."""
+    encoded = [read_bytes(row) for row in rows.ravel().tolist()]
+    return np.array(encoded, object).reshape(rows.shape)
 
 
 def make_read_bytes(stream):
@@ -163,34 +149,41 @@ def make_read_bytes(stream):
 
 
 def _build_decode(stream):
-    """Builds what decodes a stream: (decode, feeds).
-
-    decode is (rows int32 [k], encoded images string [k]) -> uint8 [k, height, width,
-    channels].
-    """
+    """Builds `Reader.decode` of a stream, for images only: (decode, feeds)."""
     kinds, feeds = hold(stream.kind.astype(np.int32), 'kinds')
+    alike = len(set(stream.kind.tolist())) == 1 and not _needs_fit(stream)
 
     def decode_part(part):
         pairs = zip(*map(tf.unstack, part))
         return tf.stack([decode_image(*pair, stream) for pair in pairs])
 
-    def decode(rows, fetched):
+    def decode(rows, encoded):
         count = rows.shape.as_list()[0]
         rows = _note(stream, rows)
+        parts = encoded, tf.gather(kinds, rows)
+        if not alike:  # too many ops to have them for each image of a batch
+            return tf.map_fn(
+                lambda pair: decode_image(*pair, stream),
+                parts,
+                tf.uint8,
+                parallel_iterations=PART,
+            )
         if count <= PART:
-            return decode_part((fetched, tf.gather(kinds, rows)))
-        parts = -(-count // PART)
-        padded = tf.minimum(tf.range(parts * PART), count - 1)  # the last one repeats
-        found = tf.gather(fetched, padded), tf.gather(kinds, tf.gather(rows, padded))
+            return decode_part(parts)
+        filled = -(-count // PART) * PART
+        places = tf.minimum(tf.range(filled), count - 1)  # the last one repeats
+        parts = [tf.reshape(tf.gather(p, places), [-1, PART]) for p in parts]
         decoded = tf.map_fn(
-            decode_part,
-            tuple(tf.reshape(part, [-1, PART]) for part in found),
-            tf.uint8,
-            parallel_iterations=PARALLEL_PARTS,
+            decode_part, tuple(parts), tf.uint8, parallel_iterations=PARALLEL_PARTS
         )
         return tf.reshape(decoded, (-1,) + stream.shape[1:])[:count]
 
     return decode, feeds
+
+
+def _needs_fit(stream):
+    """Returns whether any image has another size than it is to have."""
+    return bool((stream.size != stream.shape[1:3]).any())
 
 
 # Which rows of which stream were read last: a decoder's error does not say of which.
@@ -237,7 +230,7 @@ def decode_image(contents, kind, stream):
     image.set_shape([None, None, channels])
     if channels > shape[2]:
         image = tf.tensordot(tf.cast(image, tf.float32), LUMINANCE, 1)[..., tf.newaxis]
-    if (stream.size != shape[:2]).any():
+    if _needs_fit(stream):
         image = fit(tf.cast(image, tf.float32), shape[:2])
     if image.dtype != tf.uint8:
         image = tf.cast(tf.round(image), tf.uint8)
@@ -270,7 +263,7 @@ def _find_opaque(image):
 
 def _decode_palette(contents):
     """Decodes a BMP of 8 bits: TensorFlow gives the places in its palette."""
-    places = tf.image.decode_bmp(contents, channels=1)[..., 0]
+    places = tf.image.decode_bmp(contents)[..., 0]
 
     def number(start):
         return tf.decode_raw(tf.substr(contents, start, 4), tf.int32)[0]
@@ -402,19 +395,21 @@ def _open_decoder(stream, threads):
     """Yields a function (rows) -> their images, decoded in a session of its own."""
     calls = {}
     with tf.Graph().as_default(), tf.device('/cpu:0'):
-        fetch = _build_fetch(stream)
+        read_bytes = make_read_bytes(stream)
         decode_images, feeds = _build_decode(stream)
         for count in {1, min(CHUNK, stream.shape[0])}:
             rows = tf.placeholder(tf.int32, [count])
-            calls[count] = rows, decode_images(rows, fetch(rows))
+            encoded = tf.placeholder(tf.string, [count])
+            calls[count] = [rows, encoded], decode_images(rows, encoded)
         with utils.open_session(utils.CPU, threads) as session:
             session.run(tf.local_variables_initializer(), feeds)
-            calls = {n: session.make_callable(i, [r]) for n, (r, i) in calls.items()}
+            calls = {n: session.make_callable(i, r) for n, (r, i) in calls.items()}
 
             def decode(rows):
                 count = min(n for n in calls if n >= len(rows))
                 padded = np.minimum(np.arange(count), len(rows) - 1)
-                return calls[count](np.array(rows, np.int32)[padded])[: len(rows)]
+                padded = np.array(rows, np.int32)[padded]
+                return calls[count](padded, read_all(read_bytes, padded))[: len(rows)]
 
             yield decode
 

@@ -15,8 +15,10 @@ BATCH = 250  # images per tower and run
 # start: int32 scalar placeholder, the first row. losses: float32, predictions: int64,
 # both [towers * batch], for the rows from `start` on (the last row repeats), over the
 # towers of all machines. wishes: float32 [machines], see `Watch.hear`; None on one.
+# encoded: string placeholder [this machine's towers * batch], None where images are in
+# memory; read_encoded: (start) -> what is fed to it.
 Evaluation = collections.namedtuple(
-    'Evaluation', 'start losses predictions labels wishes'
+    'Evaluation', 'start losses predictions labels wishes encoded read_encoded'
 )
 
 
@@ -38,13 +40,17 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
         with tf.device('/cpu:0'):
             reader = decoding.build_reader(examples)
             start = tf.placeholder(tf.int32, [], 'start')
+            encoded = [None] * len(devices)
+            if reader.read_bytes is not None:
+                fed = tf.placeholder(tf.string, [len(devices), batch_size], 'encoded')
+                encoded = tf.unstack(fed)
         specs = []
         for own, device in enumerate(devices):
             tower = machines.index * len(devices) + own
             with tf.device('/cpu:0'):
                 rows = tf.range(batch_size) + (start + tower * batch_size)
                 rows = tf.minimum(rows, len(examples.labels) - 1)
-                batch = decoding.read(reader, rows)
+                batch = reader.decode(rows, encoded[own])
             with utils.on_tower(device, reuse or own > 0):
                 specs.append(build_model(*batch))
         with tf.device('/cpu:0'):
@@ -53,7 +59,24 @@ def build(examples, devices, build_model, batch_size=BATCH, reuse=True, machines
         wishes = None
         if machines != ONE:
             losses, predictions, wishes = _gather(losses, predictions, machines)
-    evaluation = Evaluation(start, losses, predictions, examples.labels, wishes)
+    read_encoded = None
+    if reader.read_bytes is not None:
+        places = np.arange(len(devices) * batch_size).reshape(len(devices), batch_size)
+        places += machines.index * places.size
+
+        def read_encoded(start):
+            rows = np.minimum(start + places, len(examples.labels) - 1)
+            return decoding.read_all(reader.read_bytes, rows)
+
+    evaluation = Evaluation(
+        start,
+        losses,
+        predictions,
+        examples.labels,
+        wishes,
+        None if read_encoded is None else fed,
+        read_encoded,
+    )
     return evaluation, reader.feeds
 
 
@@ -93,9 +116,9 @@ def make_predict(session, evaluation, find_stop=lambda: None, watch=None):
 def _make_read(session, evaluation, watch):
     """Returns a function (start) -> (losses, predictions) of one run."""
     found = [evaluation.losses, evaluation.predictions]
+    run = _make_run(session, evaluation, found + [evaluation.wishes] * bool(watch))
     if watch is None:
-        return session.make_callable(found, [evaluation.start])
-    run = session.make_callable(found + [evaluation.wishes], [evaluation.start])
+        return run
 
     def read(start):
         watch.wish()
@@ -104,6 +127,14 @@ def _make_read(session, evaluation, watch):
         return found
 
     return read
+
+
+def _make_run(session, evaluation, found):
+    """Returns a function (start) -> the values of `found`."""
+    if evaluation.encoded is None:
+        return session.make_callable(found, [evaluation.start])
+    run = session.make_callable(found, [evaluation.start, evaluation.encoded])
+    return lambda start: run(start, evaluation.read_encoded(start))
 
 
 def make_evaluate(session, evaluation, find_stop=lambda: None, watch=None):

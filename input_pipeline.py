@@ -9,7 +9,10 @@ of them on their own devices.
 """
 
 import collections
+import functools
 import sys
+
+import numpy as np
 
 import augmentation
 import decoding
@@ -21,8 +24,8 @@ from utils import UserError
 # time that is taken from the step. Large batches move one by one.
 STEPS_PER_ENQUEUE = 8
 IMAGES_PER_ENQUEUE = 2048
-# Decoding has an op per image.
 IMAGES_PER_DECODE = 256
+PIXELS_PER_DECODE = 2**23
 
 # How many images a run shows in TensorBoard.
 NUM_SAMPLES = 8
@@ -84,11 +87,12 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
         index_queue, start = _build_index_queue(
             num_images, global_batch, mine, seed, state, bool(augment)
         )
-        steps = steps_per_enqueue(own_batch, reader.fetch is not None)
-        rows, *draws = _listed(index_queue.dequeue_many(steps))  # [steps, N*B, ...]
-        fetched = rows
-        if reader.fetch is not None:
-            rows, fetched, *draws = _fetch_ahead(reader.fetch, rows, draws)
+        steps = steps_per_enqueue(own_batch, examples.images)
+        index = index_queue.dequeue_many(steps)  # [steps, N*B, ...] each
+        rows, draws = index if augment else (index, None)
+        element = Element(rows, draws, None)
+        if reader.read_bytes is not None:
+            element = _read_ahead(reader.read_bytes, element)
         batch_queue = tf.FIFOQueue(
             2 * steps * num_towers,
             [tf.uint8, tf.int64],
@@ -96,56 +100,109 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
             name='batch_queue',
         )
         enqueue = None
-        parts = _split([rows, fetched] + draws, steps * num_towers)
-        for rows, fetched, *draws in parts:  # [B, ...]
-            images, labels = reader.decode(rows, fetched)
+        for batch in _split(element, steps * num_towers):  # [B, ...] each
+            images, labels = reader.decode(batch.rows, batch.encoded)
             if augment:
-                images = augmentation.augment(images, draws[0], augment)
+                images = augmentation.augment(images, batch.draws, augment)
             # In their order; the batches after it are decoded meanwhile.
             with tf.control_dependencies([enqueue] if enqueue is not None else []):
                 enqueue = batch_queue.enqueue([images, labels])
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
-        first = epoch_order(num_images, seed, 0)[: min(NUM_SAMPLES, num_images)]
-        first.set_shape([min(NUM_SAMPLES, num_images)])
-        samples, _ = decoding.read(reader, first)
+        samples = _build_samples(reader, num_images)
     pipeline = Pipeline(
         batches, start, tf.no_op(), [], samples, num_images, global_batch
     )
     return pipeline, reader.feeds
 
 
-def steps_per_enqueue(own_batch, encoded=False):
-    """Returns how many steps' batches one run of the gathering thread moves."""
-    images = IMAGES_PER_DECODE if encoded else IMAGES_PER_ENQUEUE
-    return min(STEPS_PER_ENQUEUE, max(1, images // own_batch))
+def steps_per_enqueue(own_batch, images):
+    """Returns how many steps' batches one run of the gathering thread moves.
 
-
-def _fetch_ahead(fetch, rows, draws):
-    """Fetches encoded images in a thread of their own.
-
-    Returns:
-      [rows, encoded images, *draws] of the next run of what decodes them.
+    Args:
+      own_batch: of all towers of this machine.
+      images: of the data set. Encoded ones are decoded, an op per image, for so short a
+        time that a stop needs not wait for it.
     """
-    encoded = tf.reshape(fetch(tf.reshape(rows, [-1])), rows.shape)
-    components = [rows, encoded] + draws
-    queue = tf.FIFOQueue(
-        2, [c.dtype for c in components], [c.shape for c in components], name='encoded'
-    )
-    enqueue = queue.enqueue(components)
-    tf.train.add_queue_runner(tf.train.QueueRunner(queue, [enqueue]))
-    return queue.dequeue()
+    most = IMAGES_PER_ENQUEUE
+    if decoding.is_stream(images):
+        pixels = images.size.astype(float).prod(axis=1).mean()
+        most = min(IMAGES_PER_DECODE, PIXELS_PER_DECODE / pixels)
+    return min(STEPS_PER_ENQUEUE, max(1, int(most / own_batch)))
 
 
-def _split(tensors, parts):
-    """Splits tensors [s, n, ...] into [s * n / parts, ...] each; -> a list per part."""
-    joined = [tf.reshape(t, [parts, -1] + t.shape.as_list()[2:]) for t in tensors]
-    return zip(*(tf.unstack(t, parts) for t in joined))
+# What a step's images are made of. rows: int32. draws: see `augmentation.draw`, None
+# without any. encoded: strings, None where images are in memory.
+Element = collections.namedtuple('Element', 'rows draws encoded')
 
 
-def _listed(element):
-    """Returns what a queue gave as a list: of one component it gives the tensor."""
-    return element if isinstance(element, list) else [element]
+def _read_ahead(read_bytes, index):
+    """Reads encoded images in a thread of their own: `index` -> `index` and encoded."""
+    shape = index.rows.shape
+    encoded = tf.placeholder(tf.string, shape)
+    taken = [t for t in index if t is not None]
+    fed = [tf.placeholder(t.dtype, t.shape) for t in taken] + [encoded]
+    queue = tf.FIFOQueue(2, [t.dtype for t in fed], [t.shape for t in fed], name='read')
+
+    def make_put(session, put):
+        take = session.make_callable(taken)
+        put = session.make_callable(put, fed)
+
+        def read_and_put():
+            rows, *draws = take()
+            put(rows, *draws, decoding.read_all(read_bytes, rows))
+
+        return read_and_put
+
+    runner = PythonQueueRunner(queue, [queue.enqueue(fed)])
+    runner.make_put = make_put
+    tf.train.add_queue_runner(runner)
+    rows, *draws, encoded = queue.dequeue()
+    return Element(rows, draws[0] if draws else None, encoded)
+
+
+class PythonQueueRunner(tf.train.QueueRunner):
+    """A queue runner that does in Python what comes before its enqueue op.
+
+    make_put: (session, enqueue op) -> the function that its thread calls all the time.
+    """
+
+    make_put = None
+
+    def create_threads(self, sess, *args, **kwargs):
+        session = PythonSession(sess, self.make_put)
+        return super().create_threads(session, *args, **kwargs)
+
+
+class PythonSession:
+    """What a queue runner calls of a session, with a callable of one's own."""
+
+    def __init__(self, session, make_put):
+        self.run = session.run
+        self.make_callable = functools.partial(make_put, session)
+
+
+def _split(element, parts):
+    """Splits an element of [s, n, ...] each into `parts` of [s * n / parts, ...]."""
+
+    def split(tensor):
+        if tensor is None:
+            return [None] * parts
+        shape = [parts, -1] + tensor.shape.as_list()[2:]
+        return tf.unstack(tf.reshape(tensor, shape))
+
+    return [Element(*part) for part in zip(*map(split, element))]
+
+
+def _build_samples(reader, num_images):
+    """Builds a few images, spread over the data set: uint8 [k, h, w, channels]."""
+    rows = np.linspace(0, num_images - 1, min(NUM_SAMPLES, num_images)).astype(np.int32)
+    encoded = None
+    if reader.read_bytes is not None:
+        contents = decoding.read_all(reader.read_bytes, rows)
+        encoded, feed = decoding.hold(contents, 'samples')
+        reader.feeds.update(feed)
+    return reader.decode(tf.constant(rows), encoded)[0]
 
 
 def _check_size(num_images, batch_size, num_towers):

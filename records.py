@@ -15,7 +15,6 @@ import zlib
 
 import numpy as np
 
-import data_sets
 import decoding
 import networks
 import utils
@@ -395,8 +394,7 @@ def _check_config(config):
 def choose_threads(flags, devices, model_dir):
     """Returns the session's threads, `utils.choose_threads`; a run keeps its own."""
     before = read_config(model_dir).get('threads')
-    encoded = data_sets.is_encoded(flags)
-    return utils.choose_threads(flags, devices.towers, before, encoded)
+    return utils.choose_threads(flags, devices.towers, before)
 
 
 def check_data(model_dir, data):

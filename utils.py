@@ -119,7 +119,7 @@ def count_cores():
     return os.cpu_count() or 1
 
 
-def choose_threads(flags, towers, before=None, encoded=False):
+def choose_threads(flags, towers, before=None):
     """Returns (intra-op, inter-op) thread counts; 0 leaves one to TensorFlow.
 
     CPU towers share the cores. On TensorFlow 2.x one thread inside each op is fastest
@@ -130,7 +130,6 @@ def choose_threads(flags, towers, before=None, encoded=False):
       flags: `--intra_op_threads` and `--inter_op_threads` come first.
       towers: a device string per tower.
       before: the counts of the run that is continued, since bits depend on them.
-      encoded: whether images are read and decoded all the time.
     """
     cores = count_cores()
     on_cpu = towers[0].startswith('/cpu')
@@ -140,8 +139,6 @@ def choose_threads(flags, towers, before=None, encoded=False):
         intra_op = max(1, cores // sharing)
     # A thread more than a stuck producer holds, or nothing could close its queue.
     inter_op = max(2, cores) if on_cpu or cores == 1 else 0
-    if encoded and inter_op:
-        inter_op += 1  # one reads files, and waits for the disk and for Python
     chosen = before or (intra_op, inter_op)
     asked = (flags.intra_op_threads, flags.inter_op_threads)
     return tuple(b if a is None else a for a, b in zip(asked, chosen))
