@@ -126,7 +126,7 @@ def measure(flags, data, threads):
         batches = tf.group(*itertools.chain(*pipeline.batches))
         takes = {'the pipeline': (batches, pipeline.global_batch)}
         if stream:
-            takes['decoding'] = build_decoding(data.train.images, feeds)
+            takes['decoding'] = build_decoding(data.train, feeds)
         with utils.open_session(utils.CPU, threads) as session:
             session.run(tf.global_variables_initializer())
             session.run(tf.local_variables_initializer(), feeds)
@@ -147,19 +147,17 @@ def measure(flags, data, threads):
         )
 
 
-def build_decoding(stream, feeds):
+def build_decoding(examples, feeds):
     """Returns (op, images it decodes): as many as are decoded side by side."""
-    rows = range(min(decoding.PART, stream.shape[0]))
-    encoded = list(map(decoding.make_read_bytes(stream), rows))
-    held, feed = decoding.hold(np.array(encoded, object), 'encoded')
-    feeds.update(feed)
-    kinds = [tf.constant(int(stream.kind[row])) for row in rows]
-    decoded = [
-        decoding.decode_image(contents, kind, stream)
-        for contents, kind in zip(tf.unstack(held), kinds)
-    ]
-    # An op whose result nobody takes is optimised away.
-    return tf.stack([image[0, 0, 0] for image in decoded]), len(decoded)
+    rows = np.arange(min(decoding.PART, len(examples.labels)), dtype=np.int32)
+    reader = decoding.build_reader(examples)
+    encoded = decoding.read_all(reader.read_bytes, rows)
+    held, feed = decoding.hold(encoded, 'encoded')
+    for more in (reader.feeds, feed):
+        feeds.update(more)
+    images, _ = reader.decode(tf.constant(rows), held)
+    # What nobody takes is optimised away; all of it would be copied out.
+    return images[:, 0, 0, 0], len(rows)
 
 
 def measure_rounds(session, takes, seconds):
