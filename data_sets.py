@@ -74,7 +74,11 @@ def load(flags, threads=(0, 0)):
     if len(train_labels) < 2:
         raise UserError(
             '%s: all %d training images are of class %s: there is nothing to tell apart'
-            % (flags.data_dir, len(train.labels), train_labels[0])
+            % (
+                flags.data_dir,
+                len(train.labels),
+                train.names.get(train_labels[0], train_labels[0]),
+            )
         )
     classes = [train.names.get(label, label) for label in train_labels]
     shape = _choose_shape(train, flags)

@@ -93,6 +93,77 @@ def write_data_set(directory, data):
     return str(directory)
 
 
+def make_examples(number, *shape, classes=3, seed=0):
+    """Noise, brighter or darker by class: [number, *shape], labels 0, 1, 2, 0, ..."""
+    random = np.random.RandomState(seed)
+    labels = np.arange(number, dtype=np.int64) % classes
+    bright = (labels + 1) * 200 // classes
+    noise = random.randint(0, 56, (number,) + shape)
+    images = noise + bright.reshape((-1,) + (1,) * len(shape))
+    return data_sets.Examples(images.astype(np.uint8), labels)
+
+
+def write_npz(path, train, valid, **changes):
+    """Writes two `Examples` as an npz file; a change replaces an array, None leaves it.
+
+    Returns:
+      Its path as a string.
+    """
+    arrays = dict(
+        x_train=train.images,
+        y_train=train.labels,
+        x_test=valid.images,
+        y_test=valid.labels,
+    )
+    arrays.update(changes)
+    np.savez(str(path), **{k: v for k, v in arrays.items() if v is not None})
+    return str(path)
+
+
+def encode_pngs(images):
+    """Returns the PNG files of uint8 images, each [height, width, channels]."""
+    with tf.Graph().as_default(), tf.Session() as session:
+        pixels = tf.placeholder(tf.uint8, [None, None, None])
+        encode = session.make_callable(tf.image.encode_png(pixels), [pixels])
+        return [encode(image) for image in images]
+
+
+def write_folders(directory, names, **splits):
+    """Writes `Examples` as SPLIT/CLASS/001.png; returns the directory as a string."""
+    for split, (images, labels) in splits.items():
+        for number, data in enumerate(encode_pngs(images)):
+            path = directory / split / names[labels[number]] / ('%03d.png' % number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return str(directory)
+
+
+def write_records(directory, **splits):
+    """Writes `Examples` as two TFRecord files each; returns the directory as a string.
+
+    The file is SPLIT-00000-of-00002.
+    """
+    directory.mkdir()
+    for split, (images, labels) in splits.items():
+        for part in range(2):
+            path = directory / ('%s-%05d-of-00002' % (split, part))
+            with tf.python_io.TFRecordWriter(str(path)) as writer:
+                for data, label in zip(encode_pngs(images[part::2]), labels[part::2]):
+                    writer.write(_make_record(data, int(label)))
+    return str(directory)
+
+
+def _make_record(image, label):
+    features = {
+        'image/encoded': tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
+        'image/class/label': tf.train.Feature(
+            int64_list=tf.train.Int64List(value=[label])
+        ),
+    }
+    example = tf.train.Example(features=tf.train.Features(feature=features))
+    return example.SerializeToString()
+
+
 @pytest.fixture(scope='session')
 def small_dir(small, tmp_path_factory):
     """The directory that holds `small`."""
