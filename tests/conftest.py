@@ -86,7 +86,7 @@ def write_idx(path, array):
 
 def write_data_set(directory, data):
     """Writes the four IDX files of a `DataSet`; returns the directory as a string."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     for prefix, examples in (('train', data.train), ('t10k', data.valid)):
         write_idx(directory / (prefix + '-images-idx3-ubyte'), examples.images[..., 0])
         write_idx(directory / (prefix + '-labels-idx1-ubyte'), examples.labels)
@@ -143,23 +143,25 @@ def write_records(directory, **splits):
 
     The file is SPLIT-00000-of-00002.
     """
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     for split, (images, labels) in splits.items():
         for part in range(2):
             path = directory / ('%s-%05d-of-00002' % (split, part))
             with tf.python_io.TFRecordWriter(str(path)) as writer:
                 for data, label in zip(encode_pngs(images[part::2]), labels[part::2]):
-                    writer.write(_make_record(data, int(label)))
+                    writer.write(make_record(data, label))
     return str(directory)
 
 
-def _make_record(image, label):
+def make_record(image, label, **more):
+    """Returns a serialised tf.train.Example; `more` are images of other names."""
+    images = dict(more, **{'image/encoded': image})
     features = {
-        'image/encoded': tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
-        'image/class/label': tf.train.Feature(
-            int64_list=tf.train.Int64List(value=[label])
-        ),
+        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[data]))
+        for name, data in images.items()
     }
+    number = tf.train.Int64List(value=[int(label)])
+    features['image/class/label'] = tf.train.Feature(int64_list=number)
     example = tf.train.Example(features=tf.train.Features(feature=features))
     return example.SerializeToString()
 
