@@ -1,6 +1,7 @@
 """Data sets of a few files that are read whole: IDX, CIFAR's binary files, npz."""
 
 import collections
+import contextlib
 import functools
 import gzip
 import operator
@@ -60,13 +61,8 @@ def load_idx(flags, split):
                 '%s has no %s-%s-idx%d-ubyte, nor with .idx or .gz'
                 % (flags.data_dir, prefix, what, rank)
             )
-        sets = sorted({m.group('set') + m.group('split') for m in matches})
-        if len(sets) > 1:
-            raise UserError(
-                '%s holds %s: leave one, or give each a directory'
-                % (flags.data_dir, ' and '.join('%s-%s' % (s, what) for s in sets))
-            )
         paths[what] = matches[0]
+    _check_one_set(flags.data_dir, found)
     images_path = os.path.join(flags.data_dir, paths['images'].string)
     labels_path = os.path.join(flags.data_dir, paths['labels'].string)
     images = read_idx(images_path, int(paths['images'].group('rank')))
@@ -84,6 +80,19 @@ def load_idx(flags, split):
             % (images_path, len(images), labels_path, len(labels))
         )
     return Half(images, labels.astype(np.int64), _name_by_index(labels_path), [], {})
+
+
+def _check_one_set(data_dir, matches):
+    """Refuses files of several sets: whose labels belong to which images?"""
+    sets = {}
+    for match in matches:
+        name = match.group('set') + match.group('split')
+        sets.setdefault(name, '%s-%s' % (name, match.group('what')))
+    if len(sets) > 1:
+        raise UserError(
+            '%s holds %s: leave one, or give each a directory'
+            % (data_dir, ' and '.join(sets[name] for name in sorted(sets)))
+        )
 
 
 def _name_by_index(path):
@@ -153,14 +162,15 @@ CIFAR_SHAPE = 3, 32, 32
 
 
 def find_cifar(data_dir, split):
-    """Returns (which of `CIFARS`, the paths of its files), None if there are none."""
+    """Returns a list of (which of `CIFARS`, the paths of its files)."""
+    found = []
     for cifar in CIFARS:
         pattern = cifar.train if split == 'train' else cifar.valid
         names = [n for n in os.listdir(data_dir) if re.match(pattern + '$', n)]
+        names.sort(key=lambda name: [int(n) for n in re.findall(r'\d+', name)])
         if names:
-            names.sort(key=lambda name: [int(n) for n in re.findall(r'\d+', name)])
-            return cifar, [os.path.join(data_dir, name) for name in names]
-    return None
+            found.append((cifar, [os.path.join(data_dir, name) for name in names]))
+    return found
 
 
 def load_cifar(flags, split):
@@ -171,12 +181,18 @@ def load_cifar(flags, split):
     Source: the formats as described with the CIFAR-10 and CIFAR-100 data sets.
     """
     found = find_cifar(flags.data_dir, split)
-    if found is None:
+    if not found:
         wanted = ' nor '.join(
             (c.train if split == 'train' else c.valid).replace('\\', '') for c in CIFARS
         )
         raise UserError('%s has no %s' % (flags.data_dir, wanted))
-    cifar, paths = found
+    if len(found) > 1:
+        first = (os.path.basename(paths[0]) for _, paths in found)
+        raise UserError(
+            '%s holds %s: leave one, or give each a directory'
+            % (flags.data_dir, ' and '.join(first))
+        )
+    cifar, paths = found[0]
     length = cifar.labels + int(np.prod(CIFAR_SHAPE))
     parts = []
     for path in paths:
@@ -203,14 +219,15 @@ def load_cifar(flags, split):
 
 
 def _read_names(path, classes):
-    """Returns {label: name} of a file with a name per line, {} if there is none."""
+    """Returns {label: name} of a file with a name per line, {} without one for each."""
     try:
         with open(path, encoding='utf-8', errors='replace') as file:
             names = file.read().split('\n')
     except OSError:
         return {}
     names = [name.strip() for name in names if name.strip()]
-    return dict(enumerate(names)) if len(names) == classes else {}
+    # Two classes of one name would be one.
+    return dict(enumerate(names)) if len(names) == len(set(names)) == classes else {}
 
 
 # npz
@@ -240,44 +257,80 @@ def load_npz(flags, split):
         )
     path = paths[0]
     end = 'train' if split == 'train' else 'test'
-    images, labels = (_read_array(path, name + end) for name in ('x_', 'y_'))
-    shape = 'x'.join(map(str, images.shape))
-    if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise UserError(
-            '%s: x_%s is %s %s: images are uint8, 0 to 255, [n, height, width] or [n, '
-            'height, width, 1 or 3]' % (path, end, images.dtype, shape)
-        )
-    if images.ndim == 3:
-        images = images[..., np.newaxis]
-    if images.shape[3] not in (1, 3) or not images.size:
-        raise UserError(
-            '%s: x_%s is %s: images have 1 or 3 channels, last' % (path, end, shape)
-        )
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.dtype.kind not in 'ui' or labels.ndim != 1:
-        raise UserError(
-            '%s: y_%s is %s %s: labels are whole numbers, [n]'
-            % (path, end, labels.dtype, 'x'.join(map(str, labels.shape)))
-        )
+    images = _read_npz_images(path, 'x_' + end)
+    labels = _read_npz_labels(path, 'y_' + end)
     if len(images) != len(labels):
         raise UserError(
             '%s: x_%s has %d images, y_%s has %d labels'
             % (path, end, len(images), end, len(labels))
         )
     name_example = _name_by_index('%s: y_%s' % (path, end))
-    return Half(images, labels.astype(np.int64), name_example, [], {})
+    return Half(images, labels, name_example, [], {})
+
+
+def _read_npz_images(path, name):
+    """Returns uint8 [n, height, width, 1 or 3], contiguous."""
+    images = _read_array(path, name)
+    shape = 'x'.join(map(str, images.shape))
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise UserError(
+            '%s: %s is %s %s: images are uint8, 0 to 255, [n, height, width] or [n, '
+            'height, width, 1 or 3]' % (path, name, images.dtype, shape)
+        )
+    if not images.size:
+        raise UserError('%s: %s is empty (%s)' % (path, name, shape))
+    if images.ndim == 3:
+        images = images[..., np.newaxis]
+    if images.shape[3] not in (1, 3):
+        raise UserError(
+            '%s: %s is %s: images have 1 or 3 channels, last' % (path, name, shape)
+        )
+    return np.ascontiguousarray(images)
+
+
+def _read_npz_labels(path, name):
+    """Returns int64 [n]."""
+    labels = _read_array(path, name)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind not in 'ui' or labels.ndim != 1:
+        raise UserError(
+            '%s: %s is %s %s: labels are whole numbers, [n]'
+            % (path, name, labels.dtype, 'x'.join(map(str, labels.shape)))
+        )
+    found = labels.astype(np.int64)
+    wrong = np.flatnonzero(found < 0)  # below 0, or too large
+    if len(wrong):
+        raise UserError(
+            '%s: %s: index %d: label %d is out of range: labels are from 0 on'
+            % (path, name, wrong[0], labels[wrong[0]])
+        )
+    return found
 
 
 def _read_array(path, name):
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with _open_npz(path) as file:
             if name not in file.files:
                 raise UserError(
                     '%s holds %s, no %s' % (path, ', '.join(sorted(file.files)), name)
                 )
-            return file[name]
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            '%s: %s: %s' % (path, name, str(error).split('\n')[0])
-        ) from None
+            array = file[name]
+    except UserError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds
+        cause = str(error).split('\n')[0] or type(error).__name__
+        raise UserError('%s: %s: %s' % (path, name, cause)) from None
+    if not isinstance(array, np.ndarray):
+        raise UserError('%s: %s is no array' % (path, name))
+    return array
+
+
+@contextlib.contextmanager
+def _open_npz(path):
+    """Yields what reads an npz file, whatever numpy takes a file for by its content."""
+    if not zipfile.is_zipfile(path):
+        with open(path, 'rb'):  # tells what keeps it from being read
+            raise ValueError('no npz file: not a zip archive, or one that was cut')
+    with np.load(path, allow_pickle=False) as file:
+        yield file

@@ -72,7 +72,11 @@ def load(flags, threads=(0, 0)):
     if len(train_labels) < 2:
         raise UserError(
             '%s: all %d training images are of class %s: there is nothing to tell apart'
-            % (flags.data_dir, len(train.labels), train_labels[0])
+            % (
+                flags.data_dir,
+                len(train.labels),
+                train.names.get(train_labels[0], train_labels[0]),
+            )
         )
     classes = [train.names.get(label, label) for label in train_labels]
     shape = _choose_shape(train, flags)
@@ -265,9 +269,13 @@ def _skip_bad(half, flags, threads, name):
 
 
 def _name(name, stream):
-    """Returns a name to keep under what depends on which images a stream has."""
+    """Returns a name to keep under what depends on which images a stream has.
+
+    A record may hold several: which it is, its place and length tell.
+    """
     checksum = zlib.crc32(repr(stream.shape).encode())
-    for array in (stream.file, stream.number):
+    places = [] if stream.offset is None else [stream.offset]
+    for array in [stream.file, stream.number, stream.length] + places:
         checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
     return '%s-%08x' % (name, checksum)
 
@@ -347,10 +355,14 @@ def find_moments(training_images, flags, threads):
             count += len(pixels)
             total += pixels.sum(axis=0)
             squares += (pixels * pixels).sum(axis=0)
-        mean = total / count
-        deviation = np.sqrt(squares / count - mean * mean)
+        # Python's whole numbers: a small variance is no difference of large floats.
+        variance = [
+            (count * square - one * one) / (count * count)
+            for one, square in zip(total.tolist(), squares.tolist())
+        ]
+        deviation = np.sqrt(variance)
         deviation[deviation == 0] = 1  # a channel without any
-        return {'mean': np.float32(mean), 'deviation': np.float32(deviation)}
+        return {'mean': np.float32(total / count), 'deviation': np.float32(deviation)}
 
     if not decoding.is_stream(training_images):
         found = find_out()
@@ -378,5 +390,8 @@ def find_border(training_images, threads):
 
 def read_images(images, rows, threads=(0, 0)):
     """Returns some of the images, uint8 [k, height, width, channels]."""
-    parts = list(decoding.decode_all(decoding.take(images, rows), threads))
-    return np.concatenate(parts) if parts else np.empty((0,) + images.shape[1:])
+    if not len(rows):
+        return np.empty((0,) + tuple(images.shape[1:]), np.uint8)
+    return np.concatenate(
+        list(decoding.decode_all(decoding.take(images, rows), threads))
+    )

@@ -83,7 +83,7 @@ def load(flags, found):
     reading = command_line.default_data_flags()
     known = {k: v for k, v in found.flags.items() if k in vars(reading)}
     vars(reading).update(known, model_dir=found.model_dir)
-    reading.image_size = None
+    reading.image_size = found.image_shape[:2]  # encoded images are made so
     if flags.data_dir is not None:
         vars(reading).update(data_dir=flags.data_dir, format=None, valid_fraction=None)
     elif not isinstance(reading.data_dir, str) or not os.path.exists(reading.data_dir):

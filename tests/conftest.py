@@ -86,11 +86,84 @@ def write_idx(path, array):
 
 def write_data_set(directory, data):
     """Writes the four IDX files of a `DataSet`; returns the directory as a string."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     for prefix, examples in (('train', data.train), ('t10k', data.valid)):
         write_idx(directory / (prefix + '-images-idx3-ubyte'), examples.images[..., 0])
         write_idx(directory / (prefix + '-labels-idx1-ubyte'), examples.labels)
     return str(directory)
+
+
+def make_examples(number, *shape, classes=3, seed=0):
+    """Noise, brighter or darker by class: [number, *shape], labels 0, 1, 2, 0, ..."""
+    random = np.random.RandomState(seed)
+    labels = np.arange(number, dtype=np.int64) % classes
+    bright = (labels + 1) * 200 // classes
+    noise = random.randint(0, 56, (number,) + shape)
+    images = noise + bright.reshape((-1,) + (1,) * len(shape))
+    return data_sets.Examples(images.astype(np.uint8), labels)
+
+
+def write_npz(path, train, valid, **changes):
+    """Writes two `Examples` as an npz file; a change replaces an array, None leaves it.
+
+    Returns:
+      Its path as a string.
+    """
+    arrays = dict(
+        x_train=train.images,
+        y_train=train.labels,
+        x_test=valid.images,
+        y_test=valid.labels,
+    )
+    arrays.update(changes)
+    np.savez(str(path), **{k: v for k, v in arrays.items() if v is not None})
+    return str(path)
+
+
+def encode_pngs(images):
+    """Returns the PNG files of uint8 images, each [height, width, channels]."""
+    with tf.Graph().as_default(), tf.Session() as session:
+        pixels = tf.placeholder(tf.uint8, [None, None, None])
+        encode = session.make_callable(tf.image.encode_png(pixels), [pixels])
+        return [encode(image) for image in images]
+
+
+def write_folders(directory, names, **splits):
+    """Writes `Examples` as SPLIT/CLASS/001.png; returns the directory as a string."""
+    for split, (images, labels) in splits.items():
+        for number, data in enumerate(encode_pngs(images)):
+            path = directory / split / names[labels[number]] / ('%03d.png' % number)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return str(directory)
+
+
+def write_records(directory, **splits):
+    """Writes `Examples` as two TFRecord files each; returns the directory as a string.
+
+    The file is SPLIT-00000-of-00002.
+    """
+    directory.mkdir(exist_ok=True)
+    for split, (images, labels) in splits.items():
+        for part in range(2):
+            path = directory / ('%s-%05d-of-00002' % (split, part))
+            with tf.python_io.TFRecordWriter(str(path)) as writer:
+                for data, label in zip(encode_pngs(images[part::2]), labels[part::2]):
+                    writer.write(make_record(data, label))
+    return str(directory)
+
+
+def make_record(image, label, **more):
+    """Returns a serialised tf.train.Example; `more` are images of other names."""
+    images = dict(more, **{'image/encoded': image})
+    features = {
+        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[data]))
+        for name, data in images.items()
+    }
+    number = tf.train.Int64List(value=[int(label)])
+    features['image/class/label'] = tf.train.Feature(int64_list=number)
+    example = tf.train.Example(features=tf.train.Features(feature=features))
+    return example.SerializeToString()
 
 
 @pytest.fixture(scope='session')

@@ -1,13 +1,21 @@
 """Data sets are checked as they are loaded."""
 
-import gzip
-
 import numpy as np
 import pytest
 
-from array_files import read_idx
+import data_sets
 from data_sets import Examples, load
-from tests.conftest import data_flags, write_data_set, write_idx
+from tests.conftest import (
+    data_flags,
+    encode_pngs,
+    make_examples,
+    make_record,
+    write_data_set,
+    write_folders,
+    write_npz,
+    write_records,
+)
+from tf1 import tf
 from utils import UserError
 
 
@@ -19,66 +27,11 @@ def test_mnist_is_the_true_split(mnist):
     assert np.bincount(mnist.train.labels)[1] == 6742
 
 
-@pytest.mark.parametrize('dot', '-.')
-@pytest.mark.parametrize('ending', ['', '.gz'])
-def test_plain_dotted_and_gzip_names(tmp_path, small, dot, ending):
-    directory = tmp_path / 'data'
-    write_data_set(directory, small)
-    for path in directory.iterdir():
-        name = path.name.replace('-idx', dot + 'idx') + ending
-        data = path.read_bytes()
-        path.unlink()
-        (directory / name).write_bytes(gzip.compress(data) if ending else data)
-    loaded = load(data_flags(directory))
-    assert (loaded.train.images == small.train.images).all()
-    assert (loaded.valid.labels == small.valid.labels).all()
-
-
-def test_gzip_is_told_by_content_not_by_name(tmp_path):
-    labels = np.arange(10, dtype=np.uint8)
-    write_idx(tmp_path / 'x.gz', labels)
-    (tmp_path / 'x.gz').rename(tmp_path / 'x')
-    assert (read_idx(str(tmp_path / 'x'), 1) == labels).all()
-
-
 def test_any_image_size(tmp_path, small):
     examples = Examples(np.ones([20, 9, 5, 1], np.uint8), np.arange(20) % 10)
     data = small._replace(train=examples, valid=examples)
     directory = write_data_set(tmp_path / 'data', data)
     assert load(data_flags(directory)).train.images.shape == (20, 9, 5, 1)
-
-
-IMAGES = np.zeros([4, 3, 2], np.uint8)
-IDX = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 3, 0, 0, 0, 2]) + IMAGES.tobytes()
-# gzip's own header holds the time, and a test's name is made of this.
-GZIP = b'\x1f\x8b\x08' + bytes(7) + gzip.compress(IDX)[10:]
-
-
-@pytest.mark.parametrize(
-    'data, told',
-    [
-        (b'', '0 bytes, an IDX header has 16'),
-        (IDX[:10], '10 bytes, an IDX header has 16'),
-        (IDX[:-1], 'the header says 4 x 3 x 2, so 40 bytes; found 39'),
-        (IDX + b'x', 'the header says 4 x 3 x 2, so 40 bytes; found 41'),
-        (b'\0\0\x08\x01' + IDX[4:], 'starts with bytes 00000801, IDX of 3 dimensions'),
-        (b'\0\0\x0d\x03' + IDX[4:], 'starts with bytes 00000d03'),
-        (b'GIF89a' + IDX, 'starts with bytes 47494638'),
-        (b'\0\0\x08\x03' + b'\xff' * 12, 'found 16'),
-        (b'\0\0\x08\x03' + bytes(12), 'empty (0 x 0 x 0)'),
-        (GZIP[:-9], 'ended before'),
-        (GZIP[:12] + b'\xff' * 30, ''),
-        (GZIP[:-8] + b'12345678', 'CRC'),
-        (b'\x1f\x8b', ''),
-    ],
-)
-def test_a_damaged_file_is_named_with_what_was_found(tmp_path, data, told):
-    path = tmp_path / 'images'
-    path.write_bytes(data)
-    with pytest.raises(UserError) as error:
-        read_idx(str(path), 3)
-    assert str(path) in str(error.value) and told in str(error.value)
-    assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +73,183 @@ def test_a_directory_in_a_files_place(tmp_path, small):
     path.mkdir()
     with pytest.raises(UserError, match='Is a directory'):
         load(data_flags(tmp_path / 'data'))
+
+
+# Formats
+
+
+def write_format(directory, form):
+    """Writes a data set of three classes, 4 x 5 pixels but for CIFAR."""
+    train, valid = make_examples(9, 4, 5, 1), make_examples(6, 4, 5, 1)
+    if form == 'folders':
+        write_folders(directory, 'abc', train=train, valid=valid)
+    elif form == 'tfrecord':
+        write_records(directory, train=train, valid=valid)
+    elif form == 'npz':
+        directory.mkdir(exist_ok=True)
+        write_npz(directory / 'a.npz', train, valid)
+    elif form == 'idx':
+        small = data_sets.DataSet(train, valid, *[None] * 6)
+        write_data_set(directory, small)
+    else:
+        directory.mkdir(exist_ok=True)
+        for name in ('data_batch_1.bin', 'test_batch.bin'):
+            records = np.zeros([9, 3073], np.uint8)
+            records[:, 0] = train.labels
+            (directory / name).write_bytes(records.tobytes())
+
+
+FORMS = ['idx', 'cifar', 'npz', 'folders', 'tfrecord']
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_a_format_is_told_by_what_is_there(tmp_path, form):
+    write_format(tmp_path / 'data', form)
+    (tmp_path / 'data' / 'README.txt').write_text('')
+    flags = data_flags(tmp_path / 'data')
+    assert data_sets.find_format(flags) == form
+    assert data_sets.is_encoded(flags) == (form in ('folders', 'tfrecord'))
+    data = load(flags)
+    assert data.kind == form
+    assert data.classes == (['a', 'b', 'c'] if form == 'folders' else [0, 1, 2])
+    flags.cache = True
+    assert not data_sets.is_encoded(flags)
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_one_half_is_enough_to_tell_a_format(tmp_path, form):
+    write_format(tmp_path / 'data', form)
+    for path in (tmp_path / 'data').iterdir():
+        if path.name.startswith(('train', 'data_batch')):
+            path.rename(tmp_path / path.name)
+    assert data_sets.find_format(data_flags(tmp_path / 'data')) == form
+
+
+def test_a_directory_without_data_is_told_what_was_looked_for(tmp_path):
+    (tmp_path / 'train').mkdir()
+    (tmp_path / 'train' / 'a.png').write_bytes(b'')  # of no class
+    (tmp_path / 'test.csv').write_text('')
+    with pytest.raises(UserError) as error:
+        load(data_flags(tmp_path))
+    assert str(error.value) == (
+        '%s holds no data set: no train-images-idx3-ubyte (idx), no data_batch_1.bin '
+        'or train.bin (cifar), no one npz file (npz), no train/CLASS/*.png (folders), '
+        'no train*.tfrecord (tfrecord)' % tmp_path
+    )
+
+
+@pytest.mark.parametrize('path', ['absent', 'file', 'file.npz.gz'])
+def test_what_is_no_directory_is_refused(tmp_path, path):
+    if path != 'absent':
+        (tmp_path / path).write_text('')
+    with pytest.raises(UserError) as error:
+        load(data_flags(tmp_path / path))
+    assert str(error.value) == '--data_dir %s is not a directory' % (tmp_path / path)
+
+
+def test_of_several_formats_one_is_to_be_named(tmp_path):
+    for form in ('idx', 'npz', 'folders'):
+        write_format(tmp_path / 'data', form)
+    flags = data_flags(tmp_path / 'data')
+    with pytest.raises(UserError) as error:
+        load(flags)
+    told = 'data holds idx and npz and folders: say which with --format'
+    assert str(error.value).endswith(told)
+    for form in ('idx', 'npz', 'folders'):
+        flags.format = form
+        assert load(flags).kind == form
+
+
+def test_a_format_that_is_not_there_is_named(tmp_path):
+    write_format(tmp_path / 'data', 'npz')
+    told = dict.fromkeys(FORMS, 'data has no ')
+    told.update(
+        npz=None, folders='data has no train/CLASS/', tfrecord='data has no tra'
+    )
+    for form, line in told.items():
+        flags = data_flags(tmp_path / 'data', format=form)
+        if line is None:
+            assert load(flags).kind == 'npz'
+            continue
+        with pytest.raises(UserError) as error:
+            load(flags)
+        assert line in str(error.value) and '\n' not in str(error.value)
+
+
+# Moments
+
+
+def moments(images, flags=None):
+    """The mean and deviation of each channel, as the data set's own code finds them."""
+    return data_sets.find_moments(images, flags, (0, 0))
+
+
+def assert_moments(found, images):
+    """They are NumPy's, to the last bit of float32."""
+    pixels = images.reshape(-1, images.shape[3]).astype(np.float64)
+    mean, deviation = pixels.mean(axis=0), pixels.std(axis=0)
+    deviation[deviation == 0] = 1
+    for name, one, other in zip(('mean', 'std'), found, (mean, deviation)):
+        assert one.dtype == np.float32
+        assert one.tolist() == other.astype(np.float32).tolist(), name
+
+
+@pytest.mark.parametrize('channels', [1, 3])
+def test_moments_are_those_of_numpy(channels):
+    images = np.random.RandomState(0).randint(0, 256, [1100, 9, 8, channels])
+    images[..., -1] //= 3
+    images = images.astype(np.uint8)
+    assert_moments(moments(images), images)
+
+
+def test_a_constant_channel_is_divided_by_one():
+    images = np.random.RandomState(0).randint(0, 256, [700, 9, 8, 3]).astype(np.uint8)
+    images[..., 1] = 77
+    mean, deviation = moments(images)
+    assert (mean[1], deviation[1]) == (77, 1)
+    assert_moments((mean, deviation), images)
+
+
+def test_a_channel_that_is_nearly_constant_has_its_small_deviation():
+    images = np.full([1000, 32, 32, 3], 255, np.uint8)
+    images[500, 3, 4] = 254, 0, 255
+    assert_moments(moments(images), images)
+
+
+@pytest.mark.parametrize('form', ['folders', 'tfrecord'])
+def test_moments_of_encoded_images_are_those_of_numpy(tmp_path, form):
+    images, labels = make_examples(40, 6, 7, 3)
+    images[..., 2] = 200
+    train, valid = (
+        Examples(images[:30], labels[:30]),
+        Examples(images[30:], labels[30:]),
+    )
+    if form == 'folders':
+        write_folders(tmp_path / 'data', 'abc', train=train, valid=valid)
+    else:
+        write_records(tmp_path / 'data', train=train, valid=valid)
+    flags = data_flags(tmp_path / 'data', standardize=True)
+    first = load(flags)
+    assert_moments(first.moments, images[:30])
+    again = load(flags)  # from what was kept
+    for one, other in zip(first.moments, again.moments):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_moments_are_those_of_the_feature_that_is_asked_for(tmp_path):
+    one, other = make_examples(6, 4, 4, 3), make_examples(6, 4, 4, 3, seed=1)
+    (tmp_path / 'data').mkdir()
+    for name in ('train.tfrecord', 'valid.tfrecord'):
+        with tf.python_io.TFRecordWriter(str(tmp_path / 'data' / name)) as writer:
+            for pair in zip(*map(encode_pngs, (one.images, other.images)), one.labels):
+                writer.write(make_record(pair[0], pair[2], second=pair[1]))
+    for name, examples in (('image/encoded', one), ('second', other)):
+        flags = data_flags(tmp_path / 'data', standardize=True, image_feature=name)
+        assert_moments(load(flags).moments, examples.images)
+
+
+def test_no_images_are_read_without_decoding(tmp_path):
+    write_format(tmp_path / 'data', 'folders')
+    images = load(data_flags(tmp_path / 'data')).train.images
+    none = data_sets.read_images(images, np.array([], int))
+    assert none.shape == (0, 4, 5, 1) and none.dtype == np.uint8

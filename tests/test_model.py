@@ -32,6 +32,32 @@ def test_the_default_network_has_the_layers_it_should():
     }
 
 
+def count_parameters():
+    return sum(v.shape.num_elements() for v in tf.trainable_variables())
+
+
+@pytest.mark.parametrize(
+    'shape, left, parameters',
+    [
+        ((28, 28, 1), 4 * 4, 155786),  # MNIST's, as it was before other sizes
+        ((32, 32, 3), 4 * 4, 156074),
+        ((8, 8, 1), 4 * 4, 155786),
+        ((7, 7, 1), 4 * 4, 155786),
+        ((6, 6, 1), 6 * 6, 319626),
+        ((1, 1, 1), 1, 32906),
+        ((1, 40, 1), 40, 352394),
+        ((100, 60, 3), 13 * 8, 876970),
+    ],
+)
+def test_the_default_network_takes_any_size(shape, left, parameters):
+    logits = model.cnn(tf.zeros((2,) + shape), False, 10, lambda x: x)
+    assert logits.shape.as_list() == [2, 10]
+    (dense,) = [v for v in tf.trainable_variables() if v.op.name == 'dense1/kernel']
+    assert dense.shape.as_list() == [left * 64, 128]
+    assert count_parameters() == parameters
+    assert run(logits).tolist() == [[0] * 10] * 2  # no bias yet, nothing to see
+
+
 def test_loss_is_the_mean_of_the_cross_entropies():
     logits = np.array([[2.0, 0, 0], [0, 0, 100], [0, 3, 0]], np.float32)
     labels = np.array([0, 1, 1])
@@ -75,6 +101,15 @@ def test_bytes_become_floats_from_minus_one_to_one():
         )
     )
     np.testing.assert_allclose(spec.logits[0], [-1, -0.6, 1], atol=1e-6)
+
+
+def test_moments_are_variables_that_are_not_trained():
+    moments = np.float32([10, 20]), np.float32([2, 0.5])
+    scaled = model.scale(tf.constant([[[[12, 21]]]], tf.uint8), moments)
+    assert run(scaled).tolist() == [[[[1, 2]]]]
+    names = [v.op.name for v in tf.global_variables()]
+    assert names == ['standardize/mean', 'standardize/deviation']
+    assert tf.trainable_variables() == []
 
 
 def masks(seed=1, tower=0, step=0, layers=1, rate=0.4):
