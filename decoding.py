@@ -16,7 +16,7 @@ from tqdm import tqdm
 import utils
 from image_headers import BMP8, BMP24, BMP32, CLEAR, GIF, PLAIN
 from tf1 import quiet_stderr, tf
-from utils import UserError
+from utils import RunFailed, UserError
 
 # n images on disk. paths: of the files, bytes. file: int32 [n], which of them. offset,
 # length: int64 [n], where in it; offset is None where a file is one image. number:
@@ -52,7 +52,9 @@ def take(images, rows):
     for name in ('file', 'offset', 'length', 'number', 'kind', 'size', 'grey'):
         array = getattr(images, name)
         fields[name] = None if array is None else array[rows]
-    shape = (len(fields['file']),) + images.shape[1:]
+    shape = images.shape  # None until all of a data set is known
+    if shape is not None:
+        shape = (len(fields['file']),) + shape[1:]
     return images._replace(shape=shape, **fields)
 
 
@@ -137,11 +139,15 @@ def make_read_bytes(stream):
     paths = [stream.paths[file] for file in stream.file]
 
     def read_bytes(row):
-        file = os.open(paths[row], os.O_RDONLY)
         try:
-            return os.pread(file, lengths[row], offsets[row])
-        finally:
-            os.close(file)
+            file = os.open(paths[row], os.O_RDONLY)
+            try:
+                return os.pread(file, lengths[row], offsets[row])
+            finally:
+                os.close(file)
+        except OSError as error:
+            path = os.fsdecode(paths[row])
+            raise RunFailed('%s: %s' % (path, error.strerror)) from None
 
     if sum(lengths) <= HELD_BYTES:
         return functools.lru_cache(maxsize=None)(read_bytes)
@@ -160,7 +166,8 @@ def _build_decode(stream):
     def decode(rows, encoded):
         count = rows.shape.as_list()[0]
         rows = _note(stream, rows)
-        parts = encoded, tf.gather(kinds, rows)
+        with tf.control_dependencies([rows]):  # nothing else may need them
+            parts = tf.identity(encoded), tf.gather(kinds, rows)
         if not alike:  # too many ops to have them for each image of a batch
             return tf.map_fn(
                 lambda pair: decode_image(*pair, stream),

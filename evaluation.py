@@ -133,8 +133,20 @@ def _make_run(session, evaluation, found):
     """Returns a function (start) -> the values of `found`."""
     if evaluation.encoded is None:
         return session.make_callable(found, [evaluation.start])
-    run = session.make_callable(found, [evaluation.start, evaluation.encoded])
-    return lambda start: run(start, evaluation.read_encoded(start))
+    decode_and_run = session.make_callable(
+        found, [evaluation.start, evaluation.encoded]
+    )
+
+    def run(start):
+        try:
+            return decode_and_run(start, evaluation.read_encoded(start))
+        except tf.errors.InvalidArgumentError:
+            culprit = decoding.find_culprit(session)
+            if culprit:
+                raise utils.RunFailed(culprit) from None
+            raise
+
+    return run
 
 
 def make_evaluate(session, evaluation, find_stop=lambda: None, watch=None):

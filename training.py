@@ -30,8 +30,10 @@ WARM_UP_STEPS = 10
 REFRESH_SECONDS = 0.5
 # Loss, accuracy and learning rate, that each step gives.
 NUM_METRICS = 3
-# How long the queue runners may take to end; they need milliseconds.
+# How long the queue runners may take to end; they need milliseconds, more where they are
+# decoding large images. After a run that went well there is no hurry.
 GRACE_SECONDS = 2
+PATIENCE_SECONDS = 20
 
 # Where training stands, as variables, so that a checkpoint holds it:
 # global_step: updates so far. epoch: epochs done. epoch_images: images of this epoch
@@ -592,7 +594,8 @@ def queue_runners(session, find_stop=lambda: None, leave=utils.leave):
         cause = error
     coordinator.request_stop()
     try:
-        coordinator.join(threads, stop_grace_period_secs=GRACE_SECONDS)
+        patience = PATIENCE_SECONDS if cause is None else GRACE_SECONDS
+        coordinator.join(threads, stop_grace_period_secs=patience)
     except Exception as producers_own:
         masked = cause is None or isinstance(cause, tf.errors.OutOfRangeError)
         if masked and not find_stop():
