@@ -1,7 +1,8 @@
 """Exports a trained model for use elsewhere: a SavedModel, a frozen graph, or both.
 
 Input `images`: [n, height, width, channels] from 0 to 255, as in the data set.
-Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes].
+Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes]. What the classes
+are called is in the SavedModel's assets.extra/classes.txt, a line each, from 0 on.
 """
 
 import contextlib
@@ -115,6 +116,10 @@ def save(found, directory):
                 strip_default_attrs=True,
             )
             builder.save()
+            extra = os.path.join(unfinished, 'assets.extra')
+            os.mkdir(extra)
+            with open(os.path.join(extra, 'classes.txt'), 'wb') as file:
+                file.writelines(b'%s\n' % os.fsencode(str(n)) for n in found.classes)
     log.info('SavedModel: %s', directory)
 
 

@@ -30,8 +30,8 @@ WARM_UP_STEPS = 10
 REFRESH_SECONDS = 0.5
 # Loss, accuracy and learning rate, that each step gives.
 NUM_METRICS = 3
-# How long the queue runners may take to end; they need milliseconds, more where they are
-# decoding large images. After a run that went well there is no hurry.
+# How long the queue runners may take to end; they need milliseconds, more while they
+# decode large images. After a run that went well there is no hurry.
 GRACE_SECONDS = 2
 PATIENCE_SECONDS = 20
 
