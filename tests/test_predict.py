@@ -5,7 +5,6 @@ import json
 import os
 import re
 import resource
-import struct
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ import pytest
 import decoding
 import predict
 from tests.conftest import ROOT, assert_mistake, command
+from tests.images import GREYS, bmp, gif, jpeg, png, write
 from tf1 import tf
 
 
@@ -23,58 +23,6 @@ def digits(small):
     """Ten test images, uint8 [28, 28, 1], one of each class, clear ones first."""
     images, labels = small.valid
     return [images[np.flatnonzero(labels == digit)[0]] for digit in range(10)]
-
-
-def png(image):
-    with tf.Graph().as_default(), tf.Session() as session:
-        return session.run(tf.image.encode_png(image))
-
-
-def jpeg(image):
-    with tf.Graph().as_default(), tf.Session() as session:
-        return session.run(tf.image.encode_jpeg(image, quality=100))
-
-
-def bmp(image, bits=24, palette=b''):
-    """A BMP of 8 (an index), 24 or 32 bits per pixel, rows from below."""
-    pixels = np.zeros(image.shape[:2] + (bits // 8,), np.uint8)
-    pixels[..., :3] = image[..., ::-1] if bits > 8 else image
-    height, width, _ = pixels.shape
-    padding = b'\0' * (-bits // 8 * width % 4)
-    data = b''.join(row.tobytes() + padding for row in pixels[::-1])
-    info = struct.pack(
-        '<IiiHHIIiiII', 40, width, height, 1, bits, 0, len(data), 0, 0, 0, 0
-    )
-    start = 54 + len(palette)
-    header = b'BM' + struct.pack('<IHHI', start + len(data), 0, 0, start)
-    return header + info + palette + data
-
-
-# Blue, green, red and nothing for each of 256 indices.
-GREYS = bytes(grey for grey in range(256) for _ in range(4))
-
-
-def gif(*images):
-    """A GIF of 128 greys: codes of 8 bits, the table cleared before it grows."""
-    height, width, _ = images[0].shape
-    greys = bytes(2 * grey for grey in range(128) for _ in range(3))
-    data = b'GIF89a' + struct.pack('<HHBBB', width, height, 0xF6, 0, 0) + greys
-    for image in images:
-        codes = bytearray()
-        for place, grey in enumerate((image[..., 0] // 2).ravel().tolist()):
-            codes += (b'\x80' if place % 100 == 0 else b'') + bytes([grey])
-        codes += b'\x81'
-        blocks = [codes[i : i + 255] for i in range(0, len(codes), 255)]
-        data += b'\x2c' + struct.pack('<HHHHB', 0, 0, width, height, 0) + b'\x07'
-        data += b''.join(bytes([len(block)]) + bytes(block) for block in blocks)
-        data += b'\0'
-    return data + b'\x3b'
-
-
-def write(name, data):
-    with open(name, 'wb') as file:
-        file.write(data)
-    return name
 
 
 def run(main, trained_dir, *argv):
