@@ -1,8 +1,8 @@
 """Exports a trained model for use elsewhere: a SavedModel, a frozen graph, or both.
 
 Input `images`: [n, height, width, channels] from 0 to 255, as in the data set.
-Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes]. What the classes
-are called is in the SavedModel's assets.extra/classes.txt, a line each, from 0 on.
+Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes]. What classes
+are called is in assets.extra/classes.txt of a SavedModel, a line each, from 0 on.
 """
 
 import contextlib

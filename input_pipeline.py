@@ -109,7 +109,7 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
                 enqueue = batch_queue.enqueue([images, labels])
         tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
-        samples = _build_samples(reader, num_images)
+        samples = _build_samples(reader, num_images, seed, augment)
     pipeline = Pipeline(
         batches, start, tf.no_op(), [], samples, num_images, global_batch
     )
@@ -194,15 +194,30 @@ def _split(element, parts):
     return [Element(*part) for part in zip(*map(split, element))]
 
 
-def _build_samples(reader, num_images):
-    """Builds a few images, spread over the data set: uint8 [k, h, w, channels]."""
-    rows = np.linspace(0, num_images - 1, min(NUM_SAMPLES, num_images)).astype(np.int32)
-    encoded = None
-    if reader.read_bytes is not None:
-        contents = decoding.read_all(reader.read_bytes, rows)
+def _build_samples(reader, num_images, seed, augment):
+    """Builds a few images as the towers get them in epoch 0, not from the queue.
+
+    The first of its order; of encoded images some from all over the data set, since
+    which they are must be known now.
+
+    Returns:
+      uint8 [k, height, width, channels].
+    """
+    number = min(NUM_SAMPLES, num_images)
+    if reader.read_bytes is None:
+        rows, encoded = epoch_order(num_images, seed, 0)[:number], None
+        rows.set_shape([number])
+    else:
+        spread = np.linspace(0, num_images - 1, number).astype(np.int32)
+        contents = decoding.read_all(reader.read_bytes, spread)
         encoded, feed = decoding.hold(contents, 'samples')
         reader.feeds.update(feed)
-    return reader.decode(tf.constant(rows), encoded)[0]
+        rows = tf.constant(spread)
+    images, _ = reader.decode(rows, encoded)
+    if augment:
+        draws = augmentation.draw(num_images, seed, tf.constant(0, tf.int64))
+        images = augmentation.augment(images, tf.gather(draws, rows), augment)
+    return images
 
 
 def _check_size(num_images, batch_size, num_towers):

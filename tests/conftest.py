@@ -18,6 +18,7 @@ import pytest
 import cluster
 import command_line
 import data_sets
+import input_pipeline
 import model
 import tf1
 import train_multi_gpu
@@ -200,6 +201,12 @@ def run_steps(small):
                 return {v.op.name: session.run(v) for v in tf.global_variables()}
 
     return run_steps
+
+
+@pytest.fixture
+def small_graphs(monkeypatch):
+    """Decodes and augments fewer images at once: to build a graph takes longest."""
+    monkeypatch.setattr(input_pipeline, 'STEPS_PER_ENQUEUE', 2)
 
 
 @contextlib.contextmanager

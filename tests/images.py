@@ -1,4 +1,4 @@
-"""Encoded images, made by hand: what no encoder that is at hand writes, and the rest."""
+"""Encoded images made by hand: what no encoder at hand writes, and the rest."""
 
 import struct
 import zlib
