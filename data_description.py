@@ -24,7 +24,7 @@ FEW_CLASSES = 10
 # How long the longest bar of the histogram is.
 BAR = 40
 ROUNDS = 7
-# Taken at a time, for the time of taking them to be none.
+# Taken at a time, if there are so many, for the time of taking them to be none.
 BATCHES = 4
 
 
@@ -118,10 +118,11 @@ def measure(flags, data, threads):
     ops on images that are in memory, without files, order, queues or augmentation.
     """
     stream = decoding.is_stream(data.train.images)
+    number = min(BATCHES, max(1, len(data.train.labels) // flags.batch_size))
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         state = training.create_state()
         pipeline, feeds = input_pipeline.build(
-            data.train, flags.batch_size, BATCHES, 0, state, augment=flags.augment
+            data.train, flags.batch_size, number, 0, state, augment=flags.augment
         )
         batches = tf.group(*itertools.chain(*pipeline.batches))
         takes = {'the pipeline': (batches, pipeline.global_batch)}

@@ -189,7 +189,10 @@ def hold_out(half, fraction, data_dir):
     held_out = np.isin(np.arange(len(half.labels)), held_out)
     if not held_out.any():
         raise UserError('%s: too few images to hold some out' % data_dir)
-    return tuple(_take(half, np.flatnonzero(part)) for part in (~held_out, held_out))
+    rest, held_out = (
+        _take(half, np.flatnonzero(part)) for part in (~held_out, held_out)
+    )
+    return rest, held_out._replace(faults=[])  # each fault is counted once
 
 
 def _take(half, rows):

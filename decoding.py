@@ -18,13 +18,14 @@ from image_headers import BMP8, BMP24, BMP32, CLEAR, GIF, PLAIN
 from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError
 
-# n images on disk. paths: of the files, bytes. file: int32 [n], which of them. offset,
+# n images on disk. paths: of the files, bytes. names: what these are called, where it
+# is something else; else None. file: int32 [n], which of them. offset,
 # length: int64 [n], where in it; offset is None where a file is one image. number:
 # int64 [n], of the record in its file. kind: uint8 [n], see `image_headers`. size:
 # int32 [n, 2], height and width as encoded. grey: bool [n]. shape: (n, height, width,
 # channels) of the decoded images.
 Stream = collections.namedtuple(
-    'Stream', 'paths file offset length number kind size grey shape'
+    'Stream', 'paths names file offset length number kind size grey shape'
 )
 
 # Decoders side by side. Larger batches are decoded in parts.
@@ -60,7 +61,7 @@ def take(images, rows):
 
 def name_image(stream, row):
     """Returns what an image of a stream is called: its file, and its record if any."""
-    path = os.fsdecode(stream.paths[stream.file[row]])
+    path = os.fsdecode((stream.names or stream.paths)[stream.file[row]])
     if stream.offset is None:
         return path
     return '%s: record %d' % (path, stream.number[row])
@@ -224,10 +225,11 @@ def decode_image(contents, kind, stream):
     """
     shape = stream.shape[1:]
     channels = 1 if shape[2] == 1 and stream.grey.all() else 3
+    fitted = _needs_fit(stream)
     decoders = {
         PLAIN: lambda: tf.image.decode_png(contents, channels=channels),  # JPEG, too
         CLEAR: lambda: _blend(tf.image.decode_png(contents, channels=4), channels),
-        GIF: lambda: tf.image.decode_gif(contents)[0],
+        GIF: lambda: _decode_gif(contents, None if fitted else shape[:2] + (3,)),
         BMP8: lambda: _decode_palette(contents)[..., :channels],
         BMP24: lambda: tf.image.decode_bmp(contents, channels=3),
         BMP32: lambda: _blend(_find_opaque(tf.image.decode_bmp(contents, channels=4))),
@@ -237,7 +239,7 @@ def decode_image(contents, kind, stream):
     image.set_shape([None, None, channels])
     if channels > shape[2]:
         image = tf.tensordot(tf.cast(image, tf.float32), LUMINANCE, 1)[..., tf.newaxis]
-    if _needs_fit(stream):
+    if fitted:
         image = fit(tf.cast(image, tf.float32), shape[:2])
     if image.dtype != tf.uint8:
         image = tf.cast(tf.round(image), tf.uint8)
@@ -268,6 +270,12 @@ def _find_opaque(image):
     return tf.concat([image[..., :3], tf.cast(alpha + unused, tf.uint8)], axis=2)
 
 
+def _decode_gif(contents, shape):
+    """Decodes the first frame, which may be smaller than the header has it."""
+    frame = tf.image.decode_gif(contents)[0]
+    return frame if shape is None else tf.ensure_shape(frame, shape)
+
+
 def _decode_palette(contents):
     """Decodes a BMP of 8 bits: TensorFlow gives the places in its palette."""
     places = tf.image.decode_bmp(contents)[..., 0]
@@ -276,8 +284,10 @@ def _decode_palette(contents):
         return tf.decode_raw(tf.substr(contents, start, 4), tf.int32)[0]
 
     first = 14 + number(14)  # blue, green, red and nothing of each colour, then pixels
-    table = tf.decode_raw(tf.substr(contents, first, number(10) - first), tf.uint8)
-    table = tf.reshape(table, [-1, 4])[:, 2::-1]
+    length = tf.minimum(number(10) - first, 1024)
+    table = tf.decode_raw(tf.substr(contents, first, length), tf.uint8)
+    table = tf.pad(table, [[0, 1024 - tf.size(table)]])  # what it lacks is black
+    table = tf.reshape(table, [256, 4])[:, 2::-1]
     return tf.gather(table, tf.cast(places, tf.int32))
 
 

@@ -50,9 +50,12 @@ def find_folders(data_dir, split):
 
 def list_classes(directory):
     """Returns the names of the directories in a directory."""
-    with os.scandir(directory) as entries:
-        found = (e.name for e in entries if e.is_dir() and not e.name.startswith('.'))
-        return sorted(found)
+    try:
+        with os.scandir(directory) as entries:
+            found = [e.name for e in entries if e.is_dir()]
+    except OSError as error:
+        raise UserError('%s: %s' % (directory, error.strerror)) from None
+    return sorted(name for name in found if not name.startswith('.'))
 
 
 def load_folders(flags, split):
@@ -89,7 +92,13 @@ def load_folders(flags, split):
 
     stream, _, faults = _index(flags, os.path.basename(directory), paths, scan)
     stream = stream._replace(paths=[os.fsencode(path) for path in paths], offset=None)
-    return _make_half(stream, np.array(classes)[stream.file], faults)
+    labels = np.array(classes)[stream.file]
+    gone = sorted(set(classes) - set(labels.tolist()))
+    if gone and split == 'train':
+        raise UserError(
+            '%s: no image of class %s can be decoded' % (flags.data_dir, gone[0])
+        )
+    return _make_half(stream, labels, faults)
 
 
 def _make_half(stream, labels, faults):
@@ -145,10 +154,14 @@ def find_records(data_dir, split):
     """Returns the paths of a split's TFRecord files, sorted."""
     for name in _names(split):
         found = glob.glob(os.path.join(glob.escape(data_dir), name + '*'))
-        paths = [p for p in found if RECORD_FILE.match(p) and os.path.isfile(p)]
+        paths = [p for p in found if _is_record_file(p)]
         if paths:
             return sorted(paths)
     return []
+
+
+def _is_record_file(path):
+    return RECORD_FILE.match(os.path.basename(path)) and os.path.isfile(path)
 
 
 def load_records(flags, split):
@@ -176,7 +189,10 @@ def load_records(flags, split):
     name = 'records-%08x' % zlib.crc32('\n'.join(names).encode())
     stream, labels, faults = _index(flags, name, paths, scan)
     wrong = np.flatnonzero(labels < 0)
-    stream = stream._replace(paths=[os.fsencode(path) for path in plain_paths])
+    stream = stream._replace(
+        paths=[os.fsencode(path) for path in plain_paths],
+        names=[os.fsencode(path) for path in paths],
+    )
     half = _make_half(stream, labels, faults)
     if len(wrong):
         raise UserError(
@@ -336,7 +352,7 @@ def _index(flags, name, paths, scan):
     faults = [tuple(fault) for fault in json.loads(str(index.pop('faults')))]
     refuse(faults, flags)
     labels = index.pop('label')
-    return decoding.Stream(paths=None, shape=None, **index), labels, faults
+    return decoding.Stream(paths=None, names=None, shape=None, **index), labels, faults
 
 
 def refuse(faults, flags):

@@ -42,7 +42,7 @@ def read_header(data):
     ):
         if data.startswith(magic):
             header = read(data)
-            if header.height < 1 or header.width < 1:
+            if not 0 < min(header[1:3]) <= max(header[1:3]) < 2**31:
                 raise ValueError('%d x %d pixels' % (header.height, header.width))
             return header
     if not data:
@@ -74,7 +74,9 @@ def _read_jpeg(data):
 
 
 def _read_png(data):
-    width, height, _, colour = _unpack('>IIBB', data, 16)
+    first, width, height, _, colour = _unpack('>4sIIBB', data, 12)
+    if first != b'IHDR':
+        raise ValueError('a damaged PNG: starts with a chunk %r' % first)
     clear = colour in (4, 6)
     place = 8
     while not clear:
@@ -108,5 +110,6 @@ def _read_bmp(data):
         if len(data) < pixels:
             raise Incomplete
         palette = data[14 + size : pixels]
+        palette = palette[: min(len(palette) // 4, 256) * 4]  # there may be a gap
         grey = palette[0::4] == palette[1::4] == palette[2::4]
     return Header(kind, abs(height), width, grey)

@@ -1,6 +1,7 @@
 """What is found out about a data set once and kept beside the model_dir."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import tempfile
@@ -8,7 +9,7 @@ import zlib
 
 import numpy as np
 
-from utils import UserError, log
+from utils import log
 
 # numpy's own arguments have names, too.
 PREFIX = 'found-'
@@ -29,9 +30,6 @@ def remember(flags, name, paths, find_out):
       name: of what is found out; a file's.
       paths: the files it depends on: on their names, sizes and times.
       find_out: () -> a dict of arrays.
-
-    Raises:
-      UserError: one of the files is gone.
     """
     stamp = np.frombuffer(make_stamp(paths), np.uint8)
     path = os.path.join(find_directory(flags), name + '.npz')
@@ -43,23 +41,28 @@ def remember(flags, name, paths, find_out):
         with write_whole(path) as file:
             np.savez(file, stamp=stamp, **{PREFIX + k: v for k, v in found.items()})
     except OSError as error:
-        log.warning('%s is not kept for the next start: %s', path, error.strerror)
+        _warn(os.path.dirname(path), error.strerror)
     return {key: np.asarray(value) for key, value in found.items()}
 
 
-def make_stamp(paths):
-    """Returns bytes that differ if a file has another name, size or time.
+@functools.lru_cache(maxsize=None)  # once is enough
+def _warn(directory, why):
+    log.warning(
+        '%s can not be written (%s): what is found out about the data is not kept for '
+        'the next start',
+        directory,
+        why,
+    )
 
-    Raises:
-      UserError: a file is gone.
-    """
+
+def make_stamp(paths):
+    """Returns bytes that differ if a file has another name, size or time, or none."""
     digest = hashlib.sha256()
     for path in paths:
-        try:
+        line = 'none '
+        with contextlib.suppress(OSError):  # of a file that is gone, who reads it tells
             status = os.stat(path)
-        except OSError as error:
-            raise UserError('%s: %s' % (path, error.strerror)) from None
-        line = '%d %d ' % (status.st_size, status.st_mtime_ns)
+            line = '%d %d ' % (status.st_size, status.st_mtime_ns)
         digest.update(line.encode() + os.fsencode(os.path.abspath(path)) + b'\n')
     return digest.digest()
 
