@@ -125,6 +125,14 @@ def build_reader(examples):
 
 def read_all(read_bytes, rows):
     """Returns encoded images to be fed: rows, an array -> bytes objects, as shaped."""
+    try:
+        return _read_each(read_bytes, rows)
+    except OSError as error:
+        name = os.fsdecode(error.filename)
+        raise RunFailed('%s: %s' % (name, error.strerror)) from None
+
+
+def _read_each(read_bytes, rows):
     encoded = [read_bytes(row) for row in rows.ravel().tolist()]
     return np.array(encoded, object).reshape(rows.shape)
 
@@ -140,15 +148,11 @@ def make_read_bytes(stream):
     paths = [stream.paths[file] for file in stream.file]
 
     def read_bytes(row):
+        file = os.open(paths[row], os.O_RDONLY)
         try:
-            file = os.open(paths[row], os.O_RDONLY)
-            try:
-                return os.pread(file, lengths[row], offsets[row])
-            finally:
-                os.close(file)
-        except OSError as error:
-            path = os.fsdecode(paths[row])
-            raise RunFailed('%s: %s' % (path, error.strerror)) from None
+            return os.pread(file, lengths[row], offsets[row])
+        finally:
+            os.close(file)
 
     if sum(lengths) <= HELD_BYTES:
         return functools.lru_cache(maxsize=None)(read_bytes)
@@ -374,6 +378,8 @@ def _try(decode, rows):
     with quiet_stderr():  # the formats' own libraries speak, too
         try:
             return decode(rows), None
+        except OSError as error:
+            return None, error.strerror
         except tf.errors.OpError as error:
             return None, utils.find_cause(error)
 
@@ -426,7 +432,7 @@ def _open_decoder(stream, threads):
                 count = min(n for n in calls if n >= len(rows))
                 padded = np.minimum(np.arange(count), len(rows) - 1)
                 padded = np.array(rows, np.int32)[padded]
-                return calls[count](padded, read_all(read_bytes, padded))[: len(rows)]
+                return calls[count](padded, _read_each(read_bytes, padded))[: len(rows)]
 
             yield decode
 

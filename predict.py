@@ -16,11 +16,15 @@ import numpy as np
 import command_line
 import decoding
 import encoded_files
+import image_headers
 import model
 import trained
 import utils
 from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
+
+# Beside numbers of channels, a key of decoders.
+CLEAR = 'clear'
 
 
 def main():
@@ -123,12 +127,13 @@ def build_decoders():
 
     Returns:
       (contents, decoders): an op per number of channels of a BMP, since 1.15's takes
-      only what its first one was; under None the one for all else, which takes the
-      first image of an animation. There are as many channels as the file has: 1,
-      grey; 3, colour; 2 and 4, the same with transparency.
+      only what its first one was; under CLEAR the one for a PNG with transparency, of 4
+      channels; under None the one for all else, which takes the first image of an
+      animation and gives as many channels as the file has.
     """
     contents = tf.placeholder(tf.string, [])
     decoders = {channels: tf.image.decode_bmp(contents) for channels in (1, 3, 4)}
+    decoders[CLEAR] = tf.image.decode_png(contents, channels=4)
     decoders[None] = tf.image.decode_image(contents, expand_animations=False)
     return contents, decoders
 
@@ -150,7 +155,7 @@ def make_decode(session, contents, decoders):
         failure = None
         with quiet_stderr():
             try:
-                image = calls[channels](data)
+                image = calls[CLEAR if is_clear(data) else channels](data)
             except tf.errors.OpError as error:
                 failure = error
         if failure is not None:
@@ -158,6 +163,14 @@ def make_decode(session, contents, decoders):
         return mend_bmp(data, image) if channels else image
 
     return decode
+
+
+def is_clear(data):
+    """Returns whether an image is a PNG with transparency."""
+    try:
+        return image_headers.read_header(data).kind == image_headers.CLEAR
+    except (ValueError, image_headers.Incomplete):
+        return False
 
 
 def mend_bmp(data, image):

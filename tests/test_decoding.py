@@ -318,7 +318,9 @@ def read(stream, rows, config=None):
     labels = np.arange(stream.shape[0]) + 7
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         reader = decoding.build_reader(Examples(stream, labels))
-        batch = decoding.read(reader, tf.constant(list(rows), tf.int32))
+        rows = np.array(rows, np.int32)
+        encoded = tf.constant(decoding.read_all(reader.read_bytes, rows))
+        batch = reader.decode(tf.constant(rows), encoded)
         with tf.Session(config=config) as session:
             session.run(tf.local_variables_initializer(), reader.feeds)
             return session.run(batch)
@@ -528,17 +530,24 @@ def test_the_culprit_of_a_read_that_fails_is_named(tmp_path, samples, kinds, cou
             decoding.build_reader(Examples(s, np.zeros(s.shape[0], int)))
             for s in (good, stream)
         ]
-        first = decoding.read(readers[0], tf.constant([0]))
-        batch = decoding.read(readers[1], rows)
+        encoded = tf.placeholder(tf.string, [count])
+        contents = decoding.read_all(readers[0].read_bytes, np.array([0]))
+        first = readers[0].decode(tf.constant([0]), tf.constant(contents))
+        batch = readers[1].decode(rows, encoded)
+
+        def feed(*chosen):
+            read = decoding.read_all(readers[1].read_bytes, np.array(chosen))
+            return {rows: chosen, encoded: read}
+
         with tf.Session() as session:
             feeds = {**readers[0].feeds, **readers[1].feeds}
             session.run(tf.local_variables_initializer(), feeds)
             session.run(first)
-            session.run(batch, {rows: [0] * count})
+            session.run(batch, feed(*[0] * count))
             assert decoding.find_culprit(session) is None
             for row, word in ((7, 'PNG'), (6, 'JPEG'), (3, 'PNG')):
                 with pytest.raises(tf.errors.InvalidArgumentError):
-                    session.run(batch[0], {rows: [0] * (count - 2) + [row, 1]})
+                    session.run(batch[0], feed(*[0] * (count - 2), row, 1))
                 told = decoding.find_culprit(session)
                 name = str(tmp_path / ('%03d' % row))
                 assert told.startswith(name + ' can not be decoded: '), told
