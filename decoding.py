@@ -8,10 +8,8 @@ import collections
 import contextlib
 import functools
 import os
-import sys
 
 import numpy as np
-from tqdm import tqdm
 
 import utils
 from image_headers import BMP8, BMP24, BMP32, CLEAR, GIF, PLAIN
@@ -439,12 +437,4 @@ def _open_decoder(stream, threads):
 
 def _open_bar(stream):
     """Returns a bar for a whole stream, on a terminal only."""
-    return tqdm(
-        total=stream.shape[0],
-        disable=not sys.stderr.isatty(),
-        file=sys.stderr,
-        ascii=True,
-        leave=False,
-        desc='decoding',
-        unit='image',
-    )
+    return utils.open_bar('decoding', 'image', total=stream.shape[0])

@@ -13,16 +13,15 @@ import os
 import re
 import shutil
 import struct
-import sys
 import tempfile
 import zlib
 
 import numpy as np
-from tqdm import tqdm
 
 import decoding
 import image_headers
 import kept
+import utils
 from array_files import Half
 from tf1 import tf
 from utils import UserError, count, find_cause
@@ -366,13 +365,4 @@ def refuse(faults, flags):
 
 def _show(paths, title):
     """Yields the paths; on a terminal, with a bar."""
-    shown = sys.stderr.isatty() and len(paths) > 1
-    return tqdm(
-        paths,
-        disable=not shown,
-        file=sys.stderr,
-        ascii=True,
-        leave=False,
-        desc='indexing %s' % title,
-        unit='file',
-    )
+    return utils.open_bar('indexing %s' % title, 'file', paths)

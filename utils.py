@@ -11,6 +11,8 @@ import sys
 import tempfile
 import traceback
 
+from tqdm import tqdm
+
 from tf1 import quiet_stderr, show_stderr, tf
 
 log = logging.getLogger('train')
@@ -262,6 +264,21 @@ def on_tower(device, reuse, xla=False, place_variable=on_cpu):
 def count(number, noun):
     """Returns '1 tower', '2 towers'."""
     return '%d %s%s' % (number, noun, '' if number == 1 else 's')
+
+
+def open_bar(title, unit, things=None, total=None):
+    """Returns a tqdm bar for what comes before a run, on a terminal only."""
+    tqdm.monitor_interval = 0  # its thread would outlive it
+    return tqdm(
+        things,
+        total=total,
+        disable=not sys.stderr.isatty(),
+        file=sys.stderr,
+        ascii=True,
+        leave=False,
+        desc=title,
+        unit=unit,
+    )
 
 
 class _BelowWarning(logging.Filter):

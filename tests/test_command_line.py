@@ -372,7 +372,10 @@ def assert_refused(done, told):
         (['--gpus', '0,1'], 'sees no GPU'),
         (['--device', 'cpu', '--gpus', '0'], '--gpus'),
         (['--data_dir', '/no/such/place'], '/no/such/place is not a directory'),
-        (['--data_dir', ROOT], 'has no t10k-images-idx3-ubyte'),
+        (
+            ['--data_dir', ROOT],
+            'holds no data set: no train-images-idx3-ubyte (idx), no ',
+        ),
         (['--batch_size', '1001', '--num_gpus', '2'], 'fits is 1000'),
         (['--model_dir', ROOT + '/train.py'], 'train.py can not be written: Not a dir'),
         (['--model_dir', ROOT + '/train.py/x'], 'can not be written: Not a directory'),
