@@ -30,10 +30,11 @@ WARM_UP_STEPS = 10
 REFRESH_SECONDS = 0.5
 # Loss, accuracy and learning rate, that each step gives.
 NUM_METRICS = 3
-# How long the queue runners may take to end; they need milliseconds, more while they
-# decode large images. After a run that went well there is no hurry.
+# How long the queue runners may take to end where a run is stopped. They need
+# milliseconds, but for one that reads or decodes many images at once: where all is done
+# that is waited for.
 GRACE_SECONDS = 2
-PATIENCE_SECONDS = 20
+END_SECONDS = 60
 
 # Where training stands, as variables, so that a checkpoint holds it:
 # global_step: updates so far. epoch: epochs done. epoch_images: images of this epoch
@@ -593,9 +594,9 @@ def queue_runners(session, find_stop=lambda: None, leave=utils.leave):
     except (Exception, RunStopped) as error:
         cause = error
     coordinator.request_stop()
+    grace = END_SECONDS if cause is None else GRACE_SECONDS
     try:
-        patience = PATIENCE_SECONDS if cause is None else GRACE_SECONDS
-        coordinator.join(threads, stop_grace_period_secs=patience)
+        coordinator.join(threads, grace, ignore_live_threads=True)
     except Exception as producers_own:
         masked = cause is None or isinstance(cause, tf.errors.OutOfRangeError)
         if masked and not find_stop():

@@ -1,5 +1,9 @@
 """The learning rate, the optimizers and the speed, by value."""
 
+import contextlib
+import itertools
+import threading
+import time
 import types
 
 import numpy as np
@@ -149,3 +153,55 @@ def test_the_baseline_runs_with_its_model_on_another_device(small):
                 session.run(end_of_epoch.set_best, {end_of_epoch.accuracy: 0.5})
                 saver.restore(session, saver.save(session, './here'))
                 assert session.run(job.state.best_acc) == 0.5
+
+
+def slow_queue(wait):
+    """A queue whose producer calls `wait` for each element but the first."""
+    made = itertools.count(1)
+
+    def produce():
+        number = next(made)
+        if number > 1:
+            wait()
+        return np.float32(number)
+
+    queue = tf.FIFOQueue(1, [tf.float32], [[]])
+    value = tf.py_func(produce, [], tf.float32)
+    value.set_shape([])
+    tf.train.add_queue_runner(tf.train.QueueRunner(queue, [queue.enqueue(value)]))
+    return queue.dequeue()
+
+
+def test_a_run_that_is_done_waits_for_what_is_still_being_decoded(monkeypatch):
+    monkeypatch.setattr(training, 'GRACE_SECONDS', 0.2)
+    begun = threading.Event()
+    element, left = slow_queue(lambda: begun.set() or time.sleep(1.5)), []
+    with tf.Session() as session:
+        with training.queue_runners(session, leave=left.append):
+            assert session.run(element) == 1
+            assert begun.wait(30)
+        assert left == [], 'it ended as a failure'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+@pytest.mark.parametrize('cause', [None, utils.RunStopped('stopped', 130)], ids=str)
+def test_what_never_ends_is_left_with_what_ended_the_run(monkeypatch, cause):
+    monkeypatch.setattr(training, 'GRACE_SECONDS', 0.2)
+    monkeypatch.setattr(training, 'END_SECONDS', 0.4)
+    begun, end = threading.Event(), threading.Event()
+    element, left = slow_queue(lambda: begun.set() or end.wait(30)), []
+
+    def leave(error):
+        left.append(error)
+        end.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith('QueueRunnerThread'):
+                thread.join(30)
+
+    with tf.Session() as session, contextlib.suppress(utils.RunStopped):  # noqa: SIM117
+        with training.queue_runners(session, leave=leave):
+            assert session.run(element) == 1
+            assert begun.wait(30)
+            if cause:
+                raise cause
+    assert left == [cause]
