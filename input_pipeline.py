@@ -3,6 +3,11 @@
     epoch permutation --> index queue --> gather images --> batch queue --> towers
           thread 1                           thread 2
 
+Images that are encoded on disk have a thread more, and their batches are decoded:
+
+    index queue --> read files --> read queue --> decode, augment --> batch queue
+                     thread 3                         thread 2
+
 The order of the images is a function of (seed, epoch) alone. Each stage has one
 thread, so nothing races, and whole batches of bytes travel: the towers make floats
 of them on their own devices.
@@ -33,8 +38,8 @@ NUM_SAMPLES = 8
 # batches: per tower, images uint8 [batch, height, width, channels] and labels int64
 # [batch]. start: op that sets the producers to where training stands, to be run
 # before the queue runners start. prefill: op to be run once, after they started.
-# puts: ops that each step runs too, done before it updates anything. samples: the
-# first images of epoch 0, uint8 [n, height, width, channels], not from the queue.
+# puts: ops that each step runs too, done before it updates anything. samples: a
+# few images of epoch 0, uint8 [n, height, width, channels], not from the queue.
 Pipeline = collections.namedtuple(
     'Pipeline', 'batches start prefill puts samples num_images global_batch'
 )
