@@ -17,10 +17,12 @@ from tests.conftest import (
     assert_same_bits,
     files,
     find_addresses,
+    make_examples,
     read_checkpoint,
     read_metrics,
     without_times,
     write_data_set,
+    write_folders,
 )
 from tests.processes import Process
 
@@ -642,3 +644,67 @@ def test_the_time_limit_stops_all(start):
     out, _ = machines[0].read()
     assert '--max_minutes is nearly over: saved in epoch ' in out
     assert "to go on: TF_CONFIG='{" in out
+
+
+# A data set of one's own
+
+# To build a large graph takes longest.
+SMALL_GRAPHS = 'input_pipeline.STEPS_PER_ENQUEUE, evaluation.decoding.PART = 2, 8\n'
+
+
+def write_own(directory):
+    """Writes folders of 60 and 12 images of 10 x 9 pixels; returns their path."""
+    train, valid = make_examples(60, 10, 9, 3), make_examples(12, 10, 9, 3, seed=1)
+    return write_folders(
+        directory, ['cat', 'sea lion', 'dog'], train=train, valid=valid
+    )
+
+
+def test_machines_train_on_folders_what_one_machine_trains(start, tmp_path):
+    argv = ['--data_dir', write_own(tmp_path / 'own'), '--augment', 'flip,brightness']
+    argv += ['--standardize', '--batch_size', '3', '--epochs', '1', '--dropout', '0']
+    argv += ['--optimizer', 'sgd', '--schedule', 'constant']
+    patch = SMALL_GRAPHS + SMOOTH
+    machines = start(2, '--num_gpus', '1', *argv, patches=[patch + TOLD_STEPS] * 2)
+    assert_all_end(machines, 0)
+    steps = [re.findall('step .*', machine.read()[1]) for machine in machines]
+    assert steps[0] == steps[1] and len(set(steps[0])) == 10
+    os.rename('m', 'several')
+    assert_all_end(start(1, '--num_gpus', '2', *argv, patches=[patch]), 0)
+    prefixes = [checkpoints.find(directory)[0] for directory in ('m', 'several')]
+    one, several = map(read_checkpoint, prefixes)
+    assert sorted(one) == sorted(several)
+    for name, value in one.items():
+        limit = 1e-5 * np.abs(value).max()
+        assert np.abs(several[name] - value).max() <= limit, name
+    for ours, theirs in zip(*map(read_metrics, ('several', 'm'))):
+        for name in ('train_loss', 'valid_loss', 'train_acc', 'valid_acc'):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    'change, told',
+    [
+        ('train', 'has training data with checksum '),
+        ('valid', 'has validation data with checksum '),
+        ('name', 'has classes cat dog seal, machine 0 cat dog sea lion'),
+    ],
+)
+def test_machines_whose_folders_differ_are_told_apart(start, tmp_path, change, told):
+    paths = [write_own(tmp_path / name) for name in ('one', 'other')]
+    if change == 'name':
+        for split in ('train', 'valid'):
+            folder = os.path.join(paths[1], split)
+            os.rename(folder + '/sea lion', folder + '/seal')
+    else:
+        changed = pathlib.Path(paths[1], change, 'cat', '003.png')
+        changed.write_bytes(changed.read_bytes() + b'\0')  # decoders do not see it
+    argv, addresses = ['--batch_size', '3'], find_addresses(2)
+    machines = []
+    for index, path in enumerate(paths):
+        own = dict(indices=[index], addresses=addresses, patches=[SMALL_GRAPHS] * 2)
+        machines += start(2, *argv, '--data_dir', path, **own)
+    for machine in machines:
+        status, out, err = machine.end()
+        assert status == 2 and out == '' and err.count('\n') == 1, (out, err)
+        assert err.startswith('ERROR: %s %s' % (machines[1].name, told)), err
