@@ -14,6 +14,7 @@ import data_sets
 import decoding
 import encoded_files
 import kept
+import utils
 from tests import images
 from tests.conftest import assert_mistake, data_flags, read_metrics
 from tf1 import tf
@@ -301,11 +302,14 @@ def test_the_index_is_made_once_and_again_when_a_file_changes(tmp_path, monkeypa
     assert numbers_of(load(root).train) == list(range(13)) and len(scanned) == 3
 
 
-def test_what_can_not_be_kept_costs_one_warning(tmp_path, caplog):
+def test_what_can_not_be_kept_costs_one_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(utils.log, 'propagate', True)
     root = write_record_set(tmp_path / 'data')
     kept._warn.cache_clear()
     (tmp_path / 'runs').write_text('a file in its place')
     assert numbers_of(load(root).train) == list(range(12))
+    (told,) = {record.getMessage() for record in caplog.records}
+    assert 'data-' in told and 'is not kept for the next start' in told
 
 
 def test_faults_of_records_are_named(tmp_path):
@@ -360,6 +364,7 @@ def test_crc32c_is_that_of_its_standard():
 
 
 def test_cache_holds_the_same_pixels_if_they_fit(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(utils.log, 'propagate', True)
     write_folders(tmp_path)
     streamed, held = load(tmp_path), load(tmp_path, cache=True)
     assert not decoding.is_stream(held.train.images)
@@ -367,6 +372,8 @@ def test_cache_holds_the_same_pixels_if_they_fit(tmp_path, monkeypatch, caplog):
     assert (held.train.images == pixels).all()
     monkeypatch.setattr(data_sets, 'free_memory', lambda: 2 * 10 * 30)
     assert decoding.is_stream(load(tmp_path, cache=True).train.images)
+    told = [record.getMessage() for record in caplog.records]
+    assert told and all(line.startswith('--cache: ') for line in told)
 
 
 # The command line
