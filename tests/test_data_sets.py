@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import data_sets
+import decoding
 from data_sets import Examples, load
 from tests.conftest import (
     data_flags,
@@ -108,12 +109,11 @@ def test_a_format_is_told_by_what_is_there(tmp_path, form):
     (tmp_path / 'data' / 'README.txt').write_text('')
     flags = data_flags(tmp_path / 'data')
     assert data_sets.find_format(flags) == form
-    assert data_sets.is_encoded(flags) == (form in ('folders', 'tfrecord'))
     data = load(flags)
     assert data.kind == form
     assert data.classes == (['a', 'b', 'c'] if form == 'folders' else [0, 1, 2])
-    flags.cache = True
-    assert not data_sets.is_encoded(flags)
+    encoded = form in ('folders', 'tfrecord')
+    assert decoding.is_stream(data.train.images) == encoded
 
 
 @pytest.mark.parametrize('form', FORMS)

@@ -353,6 +353,20 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
     assert numbers_of(load(root).train) == [*range(7, 12), *range(7, 12)]
 
 
+def test_what_is_held_out_of_gzip_files_depends_on_their_names_only(tmp_path):
+    write_records(tmp_path / 'train.tfrecord.gz', range(60), gz=True)
+    held_out = []
+    for time, model_dir in ((1, 'one/run'), (2, 'two/run')):
+        os.utime(str(tmp_path / 'train.tfrecord.gz'), (time, time))
+        flags = data_flags(tmp_path)
+        flags.model_dir = model_dir
+        data = data_sets.load(flags)
+        held_out.append(numbers_of(data.valid))
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 6
+    name = decoding.name_image(data.train.images, 0)
+    assert name.startswith(str(tmp_path / 'train.tfrecord.gz') + ': record ')
+
+
 def test_crc32c_is_that_of_its_standard():
     # RFC 3720, B.4.
     assert encoded_files.crc32c(bytes(32)) == 0x8A9136AA
