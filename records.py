@@ -405,11 +405,15 @@ def check_data(model_dir, data):
     """
     now = describe_data(data)
     before = read_config(model_dir).get('data', now)
-    for name in ('image_shape', 'num_classes', 'classes', 'train_images'):
-        if before.get(name, now[name]) != now[name]:
+    names = ['image_shape', 'num_classes', 'train_images']
+    pairs = [(name, before.get(name, now[name]), now[name]) for name in names]
+    classes = zip(before.get('classes', now['classes']), now['classes'])
+    pairs += [('class %d being' % n, *pair) for n, pair in enumerate(classes)]
+    for name, was, found in pairs:
+        if was != found:
             raise UserError(
                 '%s was trained on data with %s %s, not %s: give the same, or another '
-                '--model_dir' % (model_dir, name, before.get(name), now[name])
+                '--model_dir' % (model_dir, name, was, found)
             )
 
 
