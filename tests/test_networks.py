@@ -85,7 +85,9 @@ def test_a_network_of_ones_own_is_trained_evaluated_and_exported(
     flags += ['--num_gpus', '2', '--epochs', '1', '--model', 'nets/my.py:mlp']
     done = main('train_multi_gpu.py', *flags)
     assert done.status == 0 and done.err == ''
-    assert done.out.startswith('model my.py:mlp: 15910 parameters, 10 classes; ')
+    assert done.out.startswith(
+        'model my.py:mlp: 15910 parameters, 10 classes (0 to 9); '
+    )
     (run,) = os.listdir('runs')
     assert re.match(r'\d{8}-\d{6}-mlp-2$', run)
     path = os.path.abspath('nets/my.py') + ':mlp'

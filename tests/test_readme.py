@@ -134,7 +134,11 @@ def test_every_command_of_the_readme_works_in_its_order(copy):
             assert done.returncode == 0, '%s\n%s%s' % (line, done.stdout, done.stderr)
             assert 'Traceback' not in done.stderr
     assert len(ran) >= 11
-    assert sorted(os.listdir('exported/1')) == ['saved_model.pb', 'variables']
+    assert sorted(os.listdir('exported/1')) == [
+        'assets.extra',
+        'saved_model.pb',
+        'variables',
+    ]
 
 
 def test_both_languages_have_the_same_commands_flags_links_and_figures():
@@ -172,7 +176,11 @@ def test_the_network_of_the_readme_is_trained_evaluated_and_exported(main, flags
         done = main(script, *argv)
         assert done.status == 0 and done.err == ''
         assert done.out.startswith('model my_network.py:mlp of runs/')
-    assert sorted(os.listdir('exported')) == ['saved_model.pb', 'variables']
+    assert sorted(os.listdir('exported')) == [
+        'assets.extra',
+        'saved_model.pb',
+        'variables',
+    ]
 
 
 def test_every_link_leads_to_a_file():
