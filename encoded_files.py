@@ -243,6 +243,8 @@ def _iterate(path, plain_path, faults):
                 for record in tf.python_io.tf_record_iterator(rest):
                     yield number, start + 12, record
                     number, start = number + 1, start + 16 + len(record)
+                if start < size:  # too little for a length: no error to TensorFlow
+                    faults.append(('%s: record %d' % (path, number), 'the file ends'))
                 return
             except tf.errors.OpError as error:
                 faults.append(('%s: record %d' % (path, number), find_cause(error)))
