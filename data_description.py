@@ -72,11 +72,11 @@ def parse(argv=None):
 
 def describe(flags, data):
     """Yields lines on what is in a data set."""
-    yield '%s: %s, images of %s, %s' % (
+    yield '%s: %s, images of %s, %d classes' % (
         os.path.relpath(flags.data_dir),
         data.kind,
         'x'.join(map(str, data.train.images.shape[1:])),
-        utils.count(len(data.classes), 'class').replace('classs', 'classes'),
+        len(data.classes),
     )
     if decoding.is_stream(data.train.images):
         low, high = (

@@ -350,8 +350,8 @@ def test_a_step_that_does_not_end_ends_all_by_name(start, late, patch):
 
 
 def test_the_first_step_has_the_limit_of_the_start(start):
-    late = BEFORE_STEP.replace('== 9', '== 1').replace('100', '7')
-    argv = ['--step_timeout', '4', '--start_timeout', '60', '--max_steps', '3']
+    late = BEFORE_STEP.replace('== 9', '== 1').replace('100', '5')
+    argv = ['--step_timeout', '1', '--start_timeout', '60', '--max_steps', '3']
     assert_all_end(start(2, *argv, patches=['', late]), 0)
 
 
