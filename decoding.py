@@ -160,11 +160,12 @@ def make_read_bytes(stream):
 def _build_decode(stream):
     """Builds `Reader.decode` of a stream, for images only: (decode, feeds)."""
     kinds, feeds = hold(stream.kind.astype(np.int32), 'kinds')
-    alike = len(set(stream.kind.tolist())) == 1 and not _needs_fit(stream)
+    plan = make_plan(stream)
+    alike = len(plan.kinds) == 1 and not plan.fitted
 
     def decode_part(part):
         pairs = zip(*map(tf.unstack, part))
-        return tf.stack([decode_image(*pair, stream) for pair in pairs])
+        return tf.stack([decode_image(*pair, plan) for pair in pairs])
 
     def decode(rows, encoded):
         count = rows.shape.as_list()[0]
@@ -173,7 +174,7 @@ def _build_decode(stream):
             parts = tf.identity(encoded), tf.gather(kinds, rows)
         if not alike:  # too many ops to have them for each image of a batch
             return tf.map_fn(
-                lambda pair: decode_image(*pair, stream),
+                lambda pair: decode_image(*pair, plan),
                 parts,
                 tf.uint8,
                 parallel_iterations=PART,
@@ -191,9 +192,18 @@ def _build_decode(stream):
     return decode, feeds
 
 
-def _needs_fit(stream):
-    """Returns whether any image has another size than it is to have."""
-    return bool((stream.size != stream.shape[1:3]).any())
+# How the images of a stream are decoded, found out once for all of them. shape:
+# (height, width, channels) of the result. channels: that are decoded. kinds: that are
+# present. fitted: whether any has another size than it is to have.
+Plan = collections.namedtuple('Plan', 'shape channels kinds fitted')
+
+
+def make_plan(stream):
+    """Returns the `Plan` of a stream."""
+    shape = stream.shape[1:]
+    channels = 1 if shape[2] == 1 and stream.grey.all() else 3
+    fitted = bool((stream.size != shape[:2]).any())
+    return Plan(shape, channels, np.unique(stream.kind).tolist(), fitted)
 
 
 # Which rows of which stream were read last: a decoder's error does not say of which.
@@ -211,7 +221,7 @@ def _note(stream, rows):
     return tf.identity(reading.assign(rows))
 
 
-def decode_image(contents, kind, stream):
+def decode_image(contents, kind, plan):
     """Decodes an image of a stream.
 
     Transparency becomes white; a grey image of a coloured set has three equal channels,
@@ -220,14 +230,12 @@ def decode_image(contents, kind, stream):
     Args:
       contents: string scalar.
       kind: int32 scalar, see `image_headers`.
-      stream: the `Stream`.
+      plan: the stream's `Plan`.
 
     Returns:
       uint8 [height, width, channels].
     """
-    shape = stream.shape[1:]
-    channels = 1 if shape[2] == 1 and stream.grey.all() else 3
-    fitted = _needs_fit(stream)
+    shape, channels, kinds, fitted = plan
     decoders = {
         PLAIN: lambda: tf.image.decode_png(contents, channels=channels),  # JPEG, too
         CLEAR: lambda: _blend(tf.image.decode_png(contents, channels=4), channels),
@@ -236,8 +244,7 @@ def decode_image(contents, kind, stream):
         BMP24: lambda: tf.image.decode_bmp(contents, channels=3),
         BMP32: lambda: _blend(_find_opaque(tf.image.decode_bmp(contents, channels=4))),
     }
-    present = sorted(set(stream.kind.tolist()))
-    image = _choose(kind, [(number, decoders[number]) for number in present])
+    image = _choose(kind, [(number, decoders[number]) for number in kinds])
     image.set_shape([None, None, channels])
     if channels > shape[2]:
         image = tf.tensordot(tf.cast(image, tf.float32), LUMINANCE, 1)[..., tf.newaxis]
