@@ -36,8 +36,7 @@ THREADS = utils.choose_threads(
 Finished = collections.namedtuple('Finished', 'status out err')
 
 
-@pytest.fixture(scope='session', autouse=True)
-def thread_pools():
+def open_thread_pools():
     """Opens the first session, whose thread pools all later ones of a process get.
 
     Bits depend on them: what is trained here must equal what a script trains.
@@ -45,6 +44,10 @@ def thread_pools():
     one = utils.choose_devices('cpu', 1)
     with tf.Graph().as_default(), utils.open_session(one, THREADS) as session:
         session.run(tf.matmul(tf.ones([64, 64]), tf.ones([64, 64])))
+
+
+# No fixture: a module of tests may open a session while it is collected.
+open_thread_pools()
 
 
 @pytest.fixture(autouse=True)
