@@ -13,6 +13,7 @@ import model
 import networks
 import records
 import training
+import updates
 import utils
 from tf1 import tf
 
@@ -39,14 +40,14 @@ def build_job(flags, device, data):
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, [device])
-    learning_rate = training.learning_rate(
+    learning_rate = updates.learning_rate(
         flags.learning_rate,
         flags.schedule,
         state,
         flags.epochs,
         pipeline.num_images,
     )
-    optimizer = training.create_optimizer(flags.optimizer, learning_rate)
+    optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
     build_model = functools.partial(
         model.model_fn,
         network=networks.find_network(flags.model, model.NETWORKS),
@@ -59,12 +60,12 @@ def build_job(flags, device, data):
     with tf.device(device), tf.xla.experimental.jit_scope(compile_ops=xla):
         spec = build_model(images, labels, training=True, dropout=dropout)
         gradients = optimizer.compute_gradients(spec.loss)
-        gradients, spec = training.check_finite(gradients, spec, tower=0)
-    train_op = training.apply_gradients(
+        gradients, spec = updates.check_finite(gradients, spec, tower=0)
+    train_op = updates.apply_gradients(
         optimizer,
         gradients,
         learning_rate,
-        training.sum_up([spec]),
+        updates.sum_up([spec]),
         state,
         pipeline.puts,
     )

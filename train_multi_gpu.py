@@ -16,6 +16,7 @@ import model
 import networks
 import records
 import training
+import updates
 import utils
 from tf1 import tf
 from utils import log
@@ -65,14 +66,14 @@ def build_job(
         )
         return build_model(images, labels, training=True, dropout=dropout)
 
-    learning_rate = training.learning_rate(
+    learning_rate = updates.learning_rate(
         flags.learning_rate,
         flags.schedule,
         state,
         flags.epochs,
         pipeline.num_images,
     )
-    optimizer = training.create_optimizer(flags.optimizer, learning_rate)
+    optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
     specs, tower_grads = build_towers(
         devices,
         pipeline.batches,
@@ -83,10 +84,10 @@ def build_job(
     )
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     gradients = gradient_packs.unpack(average_gradients(packed))
-    sums = training.sum_up(specs)
+    sums = updates.sum_up(specs)
     if machines != cluster.ONE:
         gradients, sums = average_over_machines(gradients, sums, machines)
-    train_op = training.apply_gradients(
+    train_op = updates.apply_gradients(
         optimizer, gradients, learning_rate, sums, state, pipeline.puts
     )
     evaluated, more_feeds = evaluation.build(
@@ -122,7 +123,7 @@ def build_towers(
             spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.
             grads = optimizer.compute_gradients(spec.loss)
-            grads, spec = training.check_finite(grads, spec, tower)
+            grads, spec = updates.check_finite(grads, spec, tower)
         tower_grads.append(grads)
         specs.append(spec)
     return specs, tower_grads
@@ -196,7 +197,7 @@ def average_over_machines(grads_and_vars, sums, machines):
 
     Args:
       grads_and_vars: list of (gradient, variable), what `average_gradients` returned.
-      sums: the `training.Sums` of this machine's towers.
+      sums: the `updates.Sums` of this machine's towers.
       machines: the `cluster.Machines`.
 
     Returns:
@@ -215,7 +216,7 @@ def average_over_machines(grads_and_vars, sums, machines):
         for mean, (_, variable) in zip(means, grads_and_vars)
     ]
     images = sums.images * num_machines
-    return averaged, training.Sums(tf.cast(loss, tf.float64), correct, images, wishes)
+    return averaged, updates.Sums(tf.cast(loss, tf.float64), correct, images, wishes)
 
 
 if __name__ == '__main__':

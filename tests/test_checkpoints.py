@@ -14,6 +14,7 @@ import checkpoints
 import model
 import train_multi_gpu
 import training
+import updates
 import utils
 from model import ModelSpec
 from tests.conftest import (
@@ -408,15 +409,15 @@ def test_a_nan_names_step_and_tower_and_updates_nothing():
 
     devices = utils.choose_devices('cpu', 2)
     rate = tf.constant(0.1)
-    optimizer = training.create_optimizer('sgd', rate)
+    optimizer = updates.create_optimizer('sgd', rate)
     specs, grads = train_multi_gpu.build_towers(
         devices.towers, [[value] for value in values], build_tower, optimizer
     )
-    step = training.apply_gradients(
+    step = updates.apply_gradients(
         optimizer,
         train_multi_gpu.average_gradients(grads),
         rate,
-        training.sum_up(specs),
+        updates.sum_up(specs),
         state,
     )
     with utils.open_session(devices, THREADS) as session:
@@ -434,8 +435,8 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is():
     w = tf.get_variable('w', [1], initializer=tf.zeros_initializer())
     losses = tf.sqrt(w)  # 0, and its slope is infinite
     spec = ModelSpec(tf.reduce_mean(losses), losses, tf.zeros([1]), None, None)
-    grads = training.create_optimizer('sgd', 0.1).compute_gradients(spec.loss)
-    grads, spec = training.check_finite(grads, spec, tower=3)
+    grads = updates.create_optimizer('sgd', 0.1).compute_gradients(spec.loss)
+    grads, spec = updates.check_finite(grads, spec, tower=3)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         assert session.run(spec.losses) == 0

@@ -7,6 +7,7 @@ import model
 import train
 import train_multi_gpu
 import training
+import updates
 import utils
 from command_line import OPTIMIZERS
 from model import ModelSpec
@@ -49,15 +50,15 @@ def test_two_variable_model_follows_numpy_step_by_step(num_towers):
 
     devices = utils.choose_devices('cpu', num_towers)
     learning_rate = tf.constant(rate)
-    optimizer = training.create_optimizer('sgd', learning_rate)
+    optimizer = updates.create_optimizer('sgd', learning_rate)
     specs, tower_grads = train_multi_gpu.build_towers(
         devices.towers, batches, build_tower, optimizer
     )
-    train_op = training.apply_gradients(
+    train_op = updates.apply_gradients(
         optimizer,
         train_multi_gpu.average_gradients(tower_grads),
         learning_rate,
-        training.sum_up(specs),
+        updates.sum_up(specs),
         state,
     )
     losses, before = [], 0.0

@@ -11,6 +11,7 @@ import pytest
 
 import train
 import training
+import updates
 import utils
 from command_line import OPTIMIZERS
 from tests.conftest import make_flags, start
@@ -31,7 +32,7 @@ from tf1 import tf
 )
 def test_the_learning_rate_is_a_function_of_images_seen(schedule, epoch, images, rate):
     state = training.create_state()
-    learning_rate = training.learning_rate(0.1, schedule, state, 4, 100)
+    learning_rate = updates.learning_rate(0.1, schedule, state, 4, 100)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         session.run([state.epoch.assign(epoch), state.epoch_images.assign(images)])
@@ -49,7 +50,7 @@ def test_the_learning_rate_is_a_function_of_images_seen(schedule, epoch, images,
 )
 def test_optimizers_by_value(name, values):
     w = tf.get_variable('w', [], initializer=tf.ones_initializer())
-    update = training.create_optimizer(name, tf.constant(0.1)).minimize(2 * w)
+    update = updates.create_optimizer(name, tf.constant(0.1)).minimize(2 * w)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         found = []

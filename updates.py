@@ -1,0 +1,132 @@
+"""One step: learning rate, optimizer, the update, and what is added up with it."""
+
+import collections
+import math
+
+from tf1 import tf
+
+# Loss, accuracy and learning rate, that each step gives.
+NUM_METRICS = 3
+
+# What a step adds to an epoch's sums. loss: float64 and correct: float32, scalars, over
+# the images of all towers. images: how many these are. wishes: float32 [machines], see
+# `Watch.hear`; None on one machine.
+Sums = collections.namedtuple('Sums', 'loss correct images wishes')
+
+
+def learning_rate(base, schedule, state, epochs, num_images):
+    """Returns the learning rate, float32 scalar: a function of images seen only.
+
+    Args:
+      base: the rate of the first step.
+      schedule: 'cosine' falls to 0 over `epochs`; 'constant' stays.
+      state: the `State`.
+      epochs: of the whole run.
+      num_images: in one epoch.
+
+    Source: Loshchilov and Hutter 2016, "SGDR", equation 5, without restarts.
+    """
+    if schedule == 'constant':
+        return tf.constant(base, tf.float32)
+    images_seen = state.epoch * num_images + state.epoch_images
+    progress = tf.cast(images_seen, tf.float64) / (epochs * num_images)
+    return tf.cast(base * 0.5 * (1 + tf.cos(math.pi * progress)), tf.float32)
+
+
+def create_optimizer(name, learning_rate):
+    """Returns the `tf.train.Optimizer` that `--optimizer name` stands for."""
+    return {
+        'adam': lambda: tf.train.AdamOptimizer(learning_rate),
+        'sgd': lambda: tf.train.GradientDescentOptimizer(learning_rate),
+        'momentum': lambda: tf.train.MomentumOptimizer(learning_rate, 0.9),
+        'rmsprop': lambda: tf.train.RMSPropOptimizer(learning_rate),
+    }[name]()
+
+
+def sum_up(specs):
+    """Returns the `Sums` of one step's images over its towers."""
+    losses = tf.concat([spec.losses for spec in specs], axis=0)  # [towers * batch]
+    correct = tf.concat([spec.correct for spec in specs], axis=0)
+    return Sums(
+        tf.reduce_sum(tf.cast(losses, tf.float64)),
+        tf.reduce_sum(correct),
+        losses.shape.as_list()[0],
+        wishes=None,
+    )
+
+
+def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=()):
+    """Builds one step: one update, and the epoch's running sums.
+
+    Call it outside every variable scope: slots take the scope as a prefix.
+
+    Args:
+      optimizer: a `tf.train.Optimizer`.
+      grads_and_vars: list of (gradient, variable), averaged over the towers.
+      learning_rate: what the optimizer uses.
+      sums: the `Sums`.
+      state: the `State` to advance.
+      puts: the `Pipeline`'s.
+
+    Returns:
+      train_op, which runs the step: float32 [3 + machines], the mean loss and the
+      accuracy of its images, over all towers, its learning rate, and the wishes of
+      the machines if there are several.
+    """
+    num_correct = tf.cast(sums.correct, tf.int64)
+    metrics = tf.stack(
+        [
+            tf.cast(sums.loss / sums.images, tf.float32),
+            sums.correct / sums.images,
+            learning_rate,
+        ]
+    )
+    if sums.wishes is not None:
+        metrics = tf.concat([metrics, sums.wishes], axis=0)
+    gradients = [gradient for gradient, _ in grads_and_vars]
+    # All that is read comes before anything is written: no tower sees a weight of
+    # the next step, and a step that fails leaves nothing half-applied.
+    read = gradients + [learning_rate, sums.loss, num_correct] + list(puts)
+    with tf.control_dependencies(read):
+        update = tf.group(
+            optimizer.apply_gradients(grads_and_vars, global_step=state.global_step),
+            state.epoch_images.assign_add(sums.images),
+            state.loss_sum.assign_add(sums.loss),
+            state.correct.assign_add(num_correct),
+        )
+    with tf.control_dependencies([update]):
+        return tf.identity(metrics, 'train_op')
+
+
+def check_finite(grads_and_vars, spec, tower):
+    """Makes a step fail, before it updates anything, where a number is not finite.
+
+    Args:
+      grads_and_vars: what `compute_gradients` gave for the tower.
+      spec: the tower's `ModelSpec`.
+      tower: its number.
+
+    Returns:
+      (grads_and_vars, spec), the same numbers, checked.
+    """
+
+    def check(tensor, what):
+        return tf.debugging.check_numerics(tensor, 'tower %d: %s' % (tower, what))
+
+    def check_gradient(gradient, variable):
+        if gradient is None:
+            return None
+        what = 'the gradient of %s' % variable.op.name
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        # A sum is not finite where a value is not, and takes a quarter of the time. (So
+        # it is where values of 1e33 add up: as lost a run.)
+        with tf.control_dependencies([check(tf.reduce_sum(values), what)]):
+            values = tf.identity(values)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return values
+
+    # XLA would compile the checks away.
+    with tf.xla.experimental.jit_scope(compile_ops=False):
+        spec = spec._replace(losses=check(spec.losses, 'the loss'))
+        return [(check_gradient(g, v), v) for g, v in grads_and_vars], spec
