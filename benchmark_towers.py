@@ -69,7 +69,7 @@ def prepare(argument):
         _, timed_step = open_job(
             flags, input_pipeline.build if flags.staging else build_timed_input
         )
-        global_batch = flags.batch_size * flags.num_gpus
+        global_batch = flags.batch_size * flags.num_gpus * flags.accumulate
         warm_up = count_warm_up(global_batch, data.train.images)
 
         def take(step, steps, between=lambda *_: 0.0):
@@ -154,6 +154,7 @@ def build_constant_input(
     state=None,
     machines=ONE,
     augment=(),
+    micro_steps=1,
 ):
     """In place of `input_pipeline.build`: each tower has one batch, on its device.
 
@@ -182,7 +183,7 @@ def build_constant_input(
         puts=[],
         samples=None,
         num_images=len(examples.labels),
-        global_batch=batch_size * num_towers * len(machines.addresses),
+        global_batch=batch_size * num_towers * len(machines.addresses) * micro_steps,
     )
     return pipeline, {}
 

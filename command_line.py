@@ -253,6 +253,14 @@ def _add_training(group, networks):
         help='images per tower and step (default: 32)',
     )
     group.add_argument(
+        '--accumulate',
+        type=number(int, 1, 65536),
+        default=1,
+        metavar='K',
+        help='a step has K times the images, which take K turns on the GPU (default: '
+        '1)',
+    )
+    group.add_argument(
         '--optimizer',
         choices=OPTIMIZERS,
         default='adam',

@@ -60,21 +60,33 @@ def epoch_order(num_images, seed, epoch):
     return tf.argsort(tf.random.stateless_uniform([num_images], [seed, epoch]))
 
 
-def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=()):
-    """Builds the queues that feed the towers, one element per tower and step.
+def build(
+    examples,
+    batch_size,
+    num_towers,
+    seed,
+    state,
+    machines=ONE,
+    augment=(),
+    micro_steps=1,
+):
+    """Builds the queues that feed the towers, one element per tower and micro-step.
 
     Step s of an epoch takes images s*N*B to (s+1)*N*B of the epoch's permutation,
     and tower t rows t*B to (t+1)*B of these: N towers see what one tower with a
-    batch of N*B sees. Of several machines the first has the first towers.
+    batch of N*B sees. Of several machines the first has the first towers. With
+    micro-steps a step has their number times as many images; one takes a part after
+    the other.
 
     Args:
       examples: `Examples` to train on.
-      batch_size: images per tower and step, B.
+      batch_size: images per tower and micro-step, B.
       num_towers: of this machine.
       seed: of the order.
       state: where training stands: `epoch` and `epoch_images`, int64 variables.
       machines: `cluster.Machines`, with as many towers each.
       augment: what of `augmentation.KINDS` is done to the images.
+      micro_steps: how many make a step.
 
     Returns:
       (pipeline, feeds): a `Pipeline`, and the dict for the initialisers' run.
@@ -84,13 +96,15 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
     """
     num_images = len(examples.labels)
     own_batch = batch_size * num_towers  # of this machine
-    global_batch = own_batch * len(machines.addresses)
-    _check_size(num_images, batch_size, num_towers * len(machines.addresses))
+    all_batch = own_batch * len(machines.addresses)
+    _check_size(
+        num_images, batch_size, num_towers * len(machines.addresses), micro_steps
+    )
     with tf.device('/cpu:0'), tf.name_scope('input'):
         reader = decoding.build_reader(examples)
         mine = slice(machines.index * own_batch, (machines.index + 1) * own_batch)
         index_queue, start = _build_index_queue(
-            num_images, global_batch, mine, seed, state, bool(augment)
+            num_images, all_batch, micro_steps, mine, seed, state, bool(augment)
         )
         steps = steps_per_enqueue(own_batch, examples.images)
         index = index_queue.dequeue_many(steps)  # [steps, N*B, ...] each
@@ -116,7 +130,7 @@ def build(examples, batch_size, num_towers, seed, state, machines=ONE, augment=(
         batches = _dequeue_in_order(batch_queue, num_towers)
         samples = _build_samples(reader, num_images, seed, augment)
     pipeline = Pipeline(
-        batches, start, tf.no_op(), [], samples, num_images, global_batch
+        batches, start, tf.no_op(), [], samples, num_images, all_batch * micro_steps
     )
     return pipeline, reader.feeds
 
@@ -225,30 +239,37 @@ def _build_samples(reader, num_images, seed, augment):
     return images
 
 
-def _check_size(num_images, batch_size, num_towers):
+def _check_size(num_images, batch_size, num_towers, micro_steps):
     """Refuses a data set smaller than one step's images."""
-    global_batch = batch_size * num_towers
-    if num_images < num_towers:
-        raise UserError('%d training images for %d towers' % (num_images, num_towers))
-    if num_images < global_batch:
+    least = num_towers * micro_steps
+    more = ' x %d micro-steps' % micro_steps if micro_steps > 1 else ''
+    if num_images < least:
+        raise UserError(
+            '%d training images for %d towers%s' % (num_images, num_towers, more)
+        )
+    if num_images < batch_size * least:
         raise UserError(
             '%d training images are less than one step takes (%d per tower x %d '
-            'towers = %d): the largest --batch_size that fits is %d'
+            'towers%s = %d): the largest --batch_size that fits is %d'
             % (
                 num_images,
                 batch_size,
                 num_towers,
-                global_batch,
-                num_images // num_towers,
+                more,
+                batch_size * least,
+                num_images // least,
             )
         )
 
 
-def _build_index_queue(num_images, global_batch, mine, seed, state, with_draws):
+def _build_index_queue(
+    num_images, all_batch, micro_steps, mine, seed, state, with_draws
+):
     """A queue of rows, int32 [N*B]; one run of its thread enqueues one epoch.
 
-    `mine` is the slice of each step's images that is this machine's. With draws each
-    row comes with its random numbers of the epoch, float32 [N*B, NUM_DRAWS].
+    `all_batch` is how many images a micro-step has on all machines, `mine` the slice of
+    them that is this machine's. With draws each row comes with its random numbers of
+    the epoch, float32 [N*B, NUM_DRAWS].
     """
 
     def local(name):
@@ -265,8 +286,9 @@ def _build_index_queue(num_images, global_batch, mine, seed, state, with_draws):
     )
 
     order = epoch_order(num_images, seed, next_epoch + 0)[next_image + 0 :]
-    steps = tf.size(order) // global_batch
-    rows = tf.reshape(order[: steps * global_batch], [steps, global_batch])[:, mine]
+    # A step that an epoch has too few images for is not begun.
+    steps = tf.size(order) // (all_batch * micro_steps) * micro_steps
+    rows = tf.reshape(order[: steps * all_batch], [steps, all_batch])[:, mine]
     own_batch = mine.stop - mine.start
     components, dtypes, shapes = [rows], [tf.int32], [[own_batch]]
     if with_draws:

@@ -30,14 +30,14 @@ NOTHING = Keeper(
 
 
 @contextlib.contextmanager
-def open_keeper(flags, session, saver, train_op, summary, model_dir, step):
+def open_keeper(flags, session, saver, job, summary, model_dir, step):
     """Opens what is written to while a run goes on.
 
     Args:
       flags: what `command_line.parse` returned.
       session: where the variables are.
       saver: what `checkpoints.create_saver` returned.
-      train_op: runs a step.
+      job: the `training.Job`.
       summary: `summaries.Summaries`.
       model_dir: the directory of the run.
       step: the global step it goes on from.
@@ -64,7 +64,7 @@ def open_keeper(flags, session, saver, train_op, summary, model_dir, step):
             forget_best=functools.partial(checkpoints.prune, best_dir, keep=1),
             events=events,
             special_steps=summaries.make_special_steps(
-                session, train_op, summary, events.train, flags.trace, model_dir
+                session, job, summary, events.train, flags.trace, model_dir
             ),
         )
     if trace and flags.trace > step and not os.path.exists(trace):

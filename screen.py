@@ -23,7 +23,7 @@ def introduce(flags, config, restored, model_dir):
     towers = config['devices']['towers']
     data = config['data']
     machines = config['machines']
-    global_batch = flags.batch_size * len(towers) * len(machines)
+    global_batch = flags.batch_size * len(towers) * len(machines) * flags.accumulate
     steps, rest = divmod(data['train_images'], global_batch)
     warn_without_gpu(flags.device, utils.Devices(**config['devices']), 'training')
     log.info(
@@ -48,10 +48,11 @@ def introduce(flags, config, restored, model_dir):
     if len(machines) > 1:
         log.info('on each of %d machines: %s', len(machines), ' '.join(machines))
     log.info(
-        'batch %d per tower x %s%s = %d; %d steps per epoch of %d images%s',
+        'batch %d per tower x %s%s%s = %d; %d steps per epoch of %d images%s',
         flags.batch_size,
         utils.count(len(towers), 'tower'),
         ' x %d machines' % len(machines) if len(machines) > 1 else '',
+        ' x %d micro-steps' % flags.accumulate if flags.accumulate > 1 else '',
         global_batch,
         steps,
         data['train_images'],

@@ -200,7 +200,7 @@ def scalars(**values):
 # Steps that are run to be looked at
 
 
-def make_special_steps(session, train_op, summary, write, traced, model_dir):
+def make_special_steps(session, job, summary, write, traced, model_dir):
     """Returns the function that says which steps are run in another way.
 
     A last step of an epoch gives the histograms of gradients and weights, if there are
@@ -209,7 +209,7 @@ def make_special_steps(session, train_op, summary, write, traced, model_dir):
 
     Args:
       session: where the variables are.
-      train_op: runs a step.
+      job: the `training.Job`: its micro_steps and its train_op make a step.
       summary: `Summaries`.
       write: (step, tf.Summary) -> None, to the event file of `train/`.
       traced: the global step whose trace is wanted, or None.
@@ -221,11 +221,15 @@ def make_special_steps(session, train_op, summary, write, traced, model_dir):
     """
     histograms = summary.gradients is not None
     if histograms:
-        run_with_gradients = session.make_callable([train_op, summary.gradients])
+        run_with_gradients = session.make_callable([job.train_op, summary.gradients])
         read_weights = session.make_callable(summary.weights)
 
+    def run_micro_steps():
+        for op in job.micro_steps:
+            session.run(op)
+
     def run_traced(ends_epoch, path):
-        fetches = [train_op]
+        fetches = [job.train_op]
         if ends_epoch and histograms:
             fetches.append(summary.gradients)
         options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
@@ -239,8 +243,10 @@ def make_special_steps(session, train_op, summary, write, traced, model_dir):
     def run_special(number, ends_epoch, step):
         if traced is not None and number in (traced - 1, traced):
             path = find_trace(model_dir, traced) if number == traced else None
+            run_micro_steps()
             metrics, *gradients = run_traced(ends_epoch, path)
         elif ends_epoch and histograms:
+            run_micro_steps()
             metrics, *gradients = run_with_gradients()
         else:
             metrics, gradients = step(), []

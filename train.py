@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 
+import accumulation
 import cluster
 import command_line
 import data_sets
@@ -36,7 +37,13 @@ def build_job(flags, device, data):
     tf.set_random_seed(flags.seed)
     state = training.create_state()
     pipeline, feeds = input_pipeline.build(
-        data.train, flags.batch_size, 1, flags.seed, state, augment=flags.augment
+        data.train,
+        flags.batch_size,
+        1,
+        flags.seed,
+        state,
+        augment=flags.augment,
+        micro_steps=flags.accumulate,
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, [device])
@@ -54,25 +61,31 @@ def build_job(flags, device, data):
         num_classes=len(data.classes),
         moments=data.moments,
     )
-    dropout = model.dropout_layers(flags.dropout, flags.seed, 0, state.global_step)
+    run_number = accumulation.number_runs(state.global_step, flags.accumulate)
+    dropout = model.dropout_layers(flags.dropout, flags.seed, 0, run_number)
     images, labels = pipeline.batches[0]
     xla = utils.use_xla(flags.xla, [device])
     with tf.device(device), tf.xla.experimental.jit_scope(compile_ops=xla):
         spec = build_model(images, labels, training=True, dropout=dropout)
         gradients = optimizer.compute_gradients(spec.loss)
         gradients, spec = updates.check_finite(gradients, spec, tower=0)
+    gradients, sums, puts, micro_steps = accumulation.accumulate(
+        gradients, updates.sum_up([spec]), pipeline.puts, flags.accumulate
+    )
     train_op = updates.apply_gradients(
-        optimizer,
-        gradients,
-        learning_rate,
-        updates.sum_up([spec]),
-        state,
-        pipeline.puts,
+        optimizer, gradients, learning_rate, sums, state, puts
     )
     evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
     feeds.update(more_feeds)
     return training.Job(
-        state, learning_rate, gradients, train_op, pipeline, evaluated, feeds
+        state,
+        learning_rate,
+        gradients,
+        train_op,
+        pipeline,
+        evaluated,
+        feeds,
+        micro_steps,
     )
 
 

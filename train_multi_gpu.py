@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 
+import accumulation
 import all_reduce
 import cluster
 import command_line
@@ -49,6 +50,7 @@ def build_job(
         state,
         machines,
         flags.augment,
+        flags.accumulate,
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, devices)
@@ -59,11 +61,11 @@ def build_job(
         moments=data.moments,
     )
 
+    run_number = accumulation.number_runs(state.global_step, flags.accumulate)
+
     def build_tower(tower, images, labels):
         number = machines.index * len(devices) + tower  # among those of all machines
-        dropout = model.dropout_layers(
-            flags.dropout, flags.seed, number, state.global_step
-        )
+        dropout = model.dropout_layers(flags.dropout, flags.seed, number, run_number)
         return build_model(images, labels, training=True, dropout=dropout)
 
     learning_rate = updates.learning_rate(
@@ -85,17 +87,27 @@ def build_job(
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     gradients = gradient_packs.unpack(average_gradients(packed))
     sums = updates.sum_up(specs)
+    gradients, sums, puts, micro_steps = accumulation.accumulate(
+        gradients, sums, pipeline.puts, flags.accumulate
+    )
     if machines != cluster.ONE:
         gradients, sums = average_over_machines(gradients, sums, machines)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, pipeline.puts
+        optimizer, gradients, learning_rate, sums, state, puts
     )
     evaluated, more_feeds = evaluation.build(
         data.valid, devices, build_model, machines=machines
     )
     feeds.update(more_feeds)
     return training.Job(
-        state, learning_rate, gradients, train_op, pipeline, evaluated, feeds
+        state,
+        learning_rate,
+        gradients,
+        train_op,
+        pipeline,
+        evaluated,
+        feeds,
+        micro_steps,
     )
 
 

@@ -44,9 +44,10 @@ State = collections.namedtuple(
 
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
 # over the towers. train_op: what `apply_gradients` returns. feeds: for the
-# initialisers.
+# initialisers. micro_steps: ops that a step runs before train_op.
 Job = collections.namedtuple(
-    'Job', 'state learning_rate gradients train_op pipeline evaluation feeds'
+    'Job',
+    'state learning_rate gradients train_op pipeline evaluation feeds micro_steps',
 )
 
 # op: moves the state to the start of the next epoch. set_best: sets the best accuracy
@@ -156,9 +157,7 @@ def run(flags, devices, data, job, model_dir, machines=cluster.ONE):
             records.begin(model_dir, config)
             screen.introduce(flags, config, restored, model_dir)
             keeper = stack.enter_context(
-                open_keeper(
-                    flags, session, saver, job.train_op, summary, model_dir, step
-                )
+                open_keeper(flags, session, saver, job, summary, model_dir, step)
             )
         calls = make_calls(session, job, end_of_epoch, find_stop, keeper)
         if watch:
@@ -175,7 +174,7 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
     read_sums = session.make_callable([getattr(job.state, name) for name in sums])
     return Calls(
         prefill=session.make_callable(job.pipeline.prefill),
-        step=session.make_callable(job.train_op),
+        step=make_step(session, job),
         hear=lambda wishes=(): find_stop(),
         read_state=lambda: State(*read()),
         read_score=lambda: score(*read_sums()),
@@ -187,6 +186,21 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
         find_stop=find_stop,
         keeper=keeper,
     )
+
+
+def make_step(session, job):
+    """Returns the function that runs a step and returns what its train op gives."""
+    train_op = session.make_callable(job.train_op)
+    if not job.micro_steps:
+        return train_op
+    micro_steps = [session.make_callable(op) for op in job.micro_steps]
+
+    def step():
+        for run in micro_steps:
+            run()
+        return train_op()
+
+    return step
 
 
 def add_machines(calls, session, job, equality, machines, watch):

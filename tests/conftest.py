@@ -199,8 +199,9 @@ def run_steps(small):
             towers = devices.towers if script is train_multi_gpu else '/cpu:0'
             job = script.build_job(flags, towers, data)
             with start(job, devices) as session:
+                step = training.make_step(session, job)
                 for _ in range(steps):
-                    session.run(job.train_op)
+                    step()
                 return {v.op.name: session.run(v) for v in tf.global_variables()}
 
     return run_steps

@@ -35,14 +35,21 @@ def read_steps(
     epoch=0,
     consumed=0,
     machines=ONE,
+    micro_steps=1,
 ):
     """What the towers read, by index: int array [steps, num_towers, batch]."""
     with tf.Graph().as_default(), tf.device('/cpu:0'):
         state = training.create_state()
         pipeline, feeds = input_pipeline.build(
-            tagged(num_images), batch, num_towers, seed, state, machines
+            tagged(num_images),
+            batch,
+            num_towers,
+            seed,
+            state,
+            machines,
+            micro_steps=micro_steps,
         )
-        job = training.Job(state, None, None, None, pipeline, None, feeds)
+        job = training.Job(state, None, None, None, pipeline, None, feeds, [])
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
         devices = utils.choose_devices('cpu', num_towers)
         with start(job, devices, place) as session:
