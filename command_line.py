@@ -273,6 +273,14 @@ def _add_training(group, networks):
         help='of the first step (default: 0.001)',
     )
     group.add_argument(
+        '--ema',
+        type=number(float, 0, 0.999999),
+        default=0,
+        metavar='DECAY',
+        help='evaluate, and choose and export the best, with a moving average of the '
+        'weights, such as 0.999; 0: with the weights (default: 0)',
+    )
+    group.add_argument(
         '--schedule',
         choices=('cosine', 'constant'),
         default='cosine',

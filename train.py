@@ -16,6 +16,7 @@ import records
 import training
 import updates
 import utils
+import weight_averages
 from tf1 import tf
 
 
@@ -72,10 +73,13 @@ def build_job(flags, device, data):
     gradients, sums, puts, micro_steps = accumulation.accumulate(
         gradients, updates.sum_up([spec]), pipeline.puts, flags.accumulate
     )
+    averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts
+        optimizer, gradients, learning_rate, sums, state, puts, averages
     )
-    evaluated, more_feeds = evaluation.build(data.valid, [device], build_model)
+    evaluated, more_feeds = evaluation.build(
+        data.valid, [device], weight_averages.evaluate_with(averages, build_model)
+    )
     feeds.update(more_feeds)
     return training.Job(
         state,

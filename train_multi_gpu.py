@@ -19,6 +19,7 @@ import records
 import training
 import updates
 import utils
+import weight_averages
 from tf1 import tf
 from utils import log
 
@@ -92,11 +93,15 @@ def build_job(
     )
     if machines != cluster.ONE:
         gradients, sums = average_over_machines(gradients, sums, machines)
+    averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts
+        optimizer, gradients, learning_rate, sums, state, puts, averages
     )
     evaluated, more_feeds = evaluation.build(
-        data.valid, devices, build_model, machines=machines
+        data.valid,
+        devices,
+        weight_averages.evaluate_with(averages, build_model),
+        machines=machines,
     )
     feeds.update(more_feeds)
     return training.Job(

@@ -14,6 +14,7 @@ import checkpoints
 import model
 import networks
 import records
+import weight_averages
 from tf1 import tf
 from utils import UserError
 
@@ -91,8 +92,9 @@ def find(flags):
             '%s was trained with %s; say with --model where it is now'
             % (model_dir, error)
         ) from None
+    averaged = ', the average of its weights' if config['flags'].get('ema') else ''
     return Trained(
-        'model %s of %s%s' % (networks.shorten(name), prefix, newest),
+        'model %s of %s%s%s' % (networks.shorten(name), prefix, newest, averaged),
         model_dir,
         prefix,
         network,
@@ -163,13 +165,19 @@ def _choose_checkpoint(model_dir, choice):
 
 
 def restore(session, trained):
-    """Gives the variables of the graph the trained values.
+    """Gives the variables of the graph the trained values, or `--ema`'s of them.
 
     Raises:
       UserError: the checkpoint is of another model, or was deleted meanwhile.
     """
     try:
         checkpoints.check_variables(trained.prefix, whole=False)
-        tf.train.Saver(tf.global_variables()).restore(session, trained.prefix)
+        saved = tf.train.NewCheckpointReader(trained.prefix)
+        names = {}
+        for variable in tf.global_variables():
+            average = variable.op.name + weight_averages.SUFFIX
+            has_average = trained.flags.get('ema') and saved.has_tensor(average)
+            names[average if has_average else variable.op.name] = variable
+        tf.train.Saver(names).restore(session, trained.prefix)
     except tf.errors.OpError:
         raise UserError(GONE % trained.prefix) from None

@@ -55,7 +55,9 @@ def sum_up(specs):
     )
 
 
-def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=()):
+def apply_gradients(
+    optimizer, grads_and_vars, learning_rate, sums, state, puts=(), averages=None
+):
     """Builds one step: one update, and the epoch's running sums.
 
     Call it outside every variable scope: slots take the scope as a prefix.
@@ -67,6 +69,7 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=
       sums: the `Sums`.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
+      averages: what `weight_averages.create` returned.
 
     Returns:
       train_op, which runs the step: float32 [3 + machines], the mean loss and the
@@ -94,6 +97,9 @@ def apply_gradients(optimizer, grads_and_vars, learning_rate, sums, state, puts=
             state.loss_sum.assign_add(sums.loss),
             state.correct.assign_add(num_correct),
         )
+    if averages is not None:
+        with tf.control_dependencies([update]):
+            update = averages.apply([variable for _, variable in grads_and_vars])
     with tf.control_dependencies([update]):
         return tf.identity(metrics, 'train_op')
 
