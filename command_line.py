@@ -281,6 +281,12 @@ def _add_training(group, networks):
         'weights, such as 0.999; 0: with the weights (default: 0)',
     )
     group.add_argument(
+        '--fp16',
+        action='store_true',
+        help='train in float16, weights in float32, with a loss scale that adapts; a '
+        'step that overflows updates nothing (evaluation stays in float32)',
+    )
+    group.add_argument(
         '--schedule',
         choices=('cosine', 'constant'),
         default='cosine',

@@ -144,7 +144,15 @@ def scale(images, moments=None):
     return (x - mean) / deviation
 
 
-def infer(images, network, num_classes, training=False, dropout=None, moments=None):
+def infer(
+    images,
+    network,
+    num_classes,
+    training=False,
+    dropout=None,
+    moments=None,
+    dtype=tf.float32,
+):
     """Builds the network on images as they come from a data set.
 
     Args:
@@ -154,28 +162,38 @@ def infer(images, network, num_classes, training=False, dropout=None, moments=No
       training: whether this copy trains.
       dropout: what `dropout_layers` returns, for training.
       moments: as in `scale`.
+      dtype: what the network computes in, float32 or float16; its variables are
+        float32.
 
     Returns:
       logits, float32 [batch, num_classes].
     """
-    x = scale(images, moments)
-    return network(x, training, num_classes, dropout or (lambda x: x))
+    x = tf.cast(scale(images, moments), dtype)
+    logits = network(x, training, num_classes, dropout or (lambda x: x))
+    return tf.cast(logits, tf.float32) if dtype == tf.float16 else logits
 
 
 def model_fn(
-    images, labels, network, num_classes, training=False, dropout=None, moments=None
+    images,
+    labels,
+    network,
+    num_classes,
+    training=False,
+    dropout=None,
+    moments=None,
+    dtype=tf.float32,
 ):
     """Builds one copy of the model.
 
     Args:
       images: uint8 [batch, height, width, channels].
       labels: int64 [batch], in [0, num_classes).
-      network, num_classes, training, dropout, moments: as in `infer`.
+      network, num_classes, training, dropout, moments, dtype: as in `infer`.
 
     Returns:
       A `ModelSpec`.
     """
-    logits = infer(images, network, num_classes, training, dropout, moments)
+    logits = infer(images, network, num_classes, training, dropout, moments, dtype)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=logits
     )

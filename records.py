@@ -23,7 +23,7 @@ from tf1 import tf
 from utils import UserError, log
 
 # Flags that a checkpoint's variables, or the order of its images, depend on.
-BINDING_FLAGS = {'ema', 'model', 'optimizer', 'seed', 'standardize'}
+BINDING_FLAGS = {'ema', 'fp16', 'model', 'optimizer', 'seed', 'standardize'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
     'cache',

@@ -10,6 +10,7 @@ import command_line
 import data_sets
 import evaluation
 import input_pipeline
+import mixed_precision
 import model
 import networks
 import records
@@ -62,20 +63,24 @@ def build_job(flags, device, data):
         num_classes=len(data.classes),
         moments=data.moments,
     )
+    dtype = tf.float16 if flags.fp16 else tf.float32
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
     dropout = model.dropout_layers(flags.dropout, flags.seed, 0, run_number)
+    loss_scale = mixed_precision.create_loss_scale(flags.fp16)
     images, labels = pipeline.batches[0]
     xla = utils.use_xla(flags.xla, [device])
     with tf.device(device), tf.xla.experimental.jit_scope(compile_ops=xla):
-        spec = build_model(images, labels, training=True, dropout=dropout)
-        gradients = optimizer.compute_gradients(spec.loss)
-        gradients, spec = updates.check_finite(gradients, spec, tower=0)
+        spec = build_model(images, labels, training=True, dropout=dropout, dtype=dtype)
+        loss = mixed_precision.scale_up(spec.loss, loss_scale)
+        gradients = optimizer.compute_gradients(loss)
+        gradients, spec = updates.check_finite(gradients, spec, 0, loss_scale)
+    gradients = mixed_precision.scale_down(gradients, loss_scale)
     gradients, sums, puts, micro_steps = accumulation.accumulate(
         gradients, updates.sum_up([spec]), pipeline.puts, flags.accumulate
     )
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts, averages
+        optimizer, gradients, learning_rate, sums, state, puts, averages, loss_scale
     )
     evaluated, more_feeds = evaluation.build(
         data.valid, [device], weight_averages.evaluate_with(averages, build_model)
@@ -90,6 +95,7 @@ def build_job(flags, device, data):
         evaluated,
         feeds,
         micro_steps,
+        loss_scale,
     )
 
 

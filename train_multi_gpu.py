@@ -13,6 +13,7 @@ import data_sets
 import evaluation
 import gradient_packs
 import input_pipeline
+import mixed_precision
 import model
 import networks
 import records
@@ -61,13 +62,14 @@ def build_job(
         num_classes=len(data.classes),
         moments=data.moments,
     )
+    dtype = tf.float16 if flags.fp16 else tf.float32
 
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
 
     def build_tower(tower, images, labels):
         number = machines.index * len(devices) + tower  # among those of all machines
         dropout = model.dropout_layers(flags.dropout, flags.seed, number, run_number)
-        return build_model(images, labels, training=True, dropout=dropout)
+        return build_model(images, labels, training=True, dropout=dropout, dtype=dtype)
 
     learning_rate = updates.learning_rate(
         flags.learning_rate,
@@ -77,6 +79,7 @@ def build_job(
         pipeline.num_images,
     )
     optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
+    loss_scale = mixed_precision.create_loss_scale(flags.fp16)
     specs, tower_grads = build_towers(
         devices,
         pipeline.batches,
@@ -84,9 +87,11 @@ def build_job(
         optimizer,
         utils.use_xla(flags.xla, devices),
         utils.place_variables(flags.variable_device, devices),
+        loss_scale,
     )
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     gradients = gradient_packs.unpack(average_gradients(packed))
+    gradients = mixed_precision.scale_down(gradients, loss_scale)
     sums = updates.sum_up(specs)
     gradients, sums, puts, micro_steps = accumulation.accumulate(
         gradients, sums, pipeline.puts, flags.accumulate
@@ -95,7 +100,7 @@ def build_job(
         gradients, sums = average_over_machines(gradients, sums, machines)
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts, averages
+        optimizer, gradients, learning_rate, sums, state, puts, averages, loss_scale
     )
     evaluated, more_feeds = evaluation.build(
         data.valid,
@@ -113,11 +118,18 @@ def build_job(
         evaluated,
         feeds,
         micro_steps,
+        loss_scale,
     )
 
 
 def build_towers(
-    devices, batches, build_tower, optimizer, xla=False, place_variable=utils.on_cpu
+    devices,
+    batches,
+    build_tower,
+    optimizer,
+    xla=False,
+    place_variable=utils.on_cpu,
+    loss_scale=None,
 ):
     """Builds a tower per device; all share the variables that the first creates.
 
@@ -128,10 +140,11 @@ def build_towers(
       optimizer: a `tf.train.Optimizer`.
       xla: whether XLA compiles the towers.
       place_variable: (op of a variable) -> the device it goes to.
+      loss_scale: what `mixed_precision.create_loss_scale` returned.
 
     Returns:
       (specs, tower_grads): per tower, its `ModelSpec` and what `compute_gradients`
-      gives for its loss.
+      gives for its loss, times the loss scale if there is one.
     """
     specs, tower_grads = [], []
     for tower, (device, batch) in enumerate(zip(devices, batches)):
@@ -139,8 +152,9 @@ def build_towers(
         with place, tf.name_scope('tower_%d' % tower):
             spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.
-            grads = optimizer.compute_gradients(spec.loss)
-            grads, spec = updates.check_finite(grads, spec, tower)
+            loss = mixed_precision.scale_up(spec.loss, loss_scale)
+            grads = optimizer.compute_gradients(loss)
+            grads, spec = updates.check_finite(grads, spec, tower, loss_scale)
         tower_grads.append(grads)
         specs.append(spec)
     return specs, tower_grads

@@ -44,10 +44,12 @@ State = collections.namedtuple(
 
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
 # over the towers. train_op: what `apply_gradients` returns. feeds: for the
-# initialisers. micro_steps: ops that a step runs before train_op.
+# initialisers. micro_steps: ops that a step runs before train_op. loss_scale: a
+# `LossScale` or None.
 Job = collections.namedtuple(
     'Job',
-    'state learning_rate gradients train_op pipeline evaluation feeds micro_steps',
+    'state learning_rate gradients train_op pipeline evaluation feeds micro_steps '
+    'loss_scale',
 )
 
 # op: moves the state to the start of the next epoch. set_best: sets the best accuracy
@@ -59,7 +61,7 @@ EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 Calls = collections.namedtuple(
     'Calls',
     'prefill step hear read_state read_score evaluate check_equality finish_epoch '
-    'set_best read_learning_rate find_stop keeper',
+    'set_best read_learning_rate read_loss_scale find_stop keeper',
 )
 
 
@@ -183,6 +185,7 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
         finish_epoch=session.make_callable(end_of_epoch.op),
         set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
         read_learning_rate=session.make_callable(job.learning_rate),
+        read_loss_scale=make_read_loss_scale(session, job.loss_scale),
         find_stop=find_stop,
         keeper=keeper,
     )
@@ -201,6 +204,14 @@ def make_step(session, job):
         return train_op()
 
     return step
+
+
+def make_read_loss_scale(session, loss_scale):
+    """Returns the function that returns a `LossScale` of numbers, None without one."""
+    if loss_scale is None:
+        return lambda: None
+    read = session.make_callable(list(loss_scale))
+    return lambda: loss_scale._make(read())
 
 
 def add_machines(calls, session, job, equality, machines, watch):
@@ -258,7 +269,9 @@ def train(flags, job, calls, model_dir):
         calls.prefill()
         rows, saved = run_epochs(flags, job, calls)
     except tf.errors.InvalidArgumentError as error:
-        found = re.search(r'(tower \d+: .*?) ?: Tensor had (.*?) values', str(error))
+        found = re.search(
+            r'((?:tower \d+|fp16): .*?) ?: Tensor had (.*?) values', str(error)
+        )
         if not found or is_echo(error):
             raise
         raise RunFailed(
@@ -327,6 +340,13 @@ def run_epochs(flags, job, calls):
         calls.keeper.events.valid(
             now.global_step, summaries.scalars(loss=valid[0], accuracy=valid[1])
         )
+        loss_scale = calls.read_loss_scale()
+        if loss_scale:
+            log.info(
+                'fp16: loss scale %g; %s skipped so far',
+                loss_scale.scale,
+                utils.count(loss_scale.skipped, 'step'),
+            )
         if speed:
             log.info('speed: %.0f images/s', speed)
         if steps < left:

@@ -3,6 +3,7 @@
 import collections
 import math
 
+import mixed_precision
 from tf1 import tf
 
 # Loss, accuracy and learning rate, that each step gives.
@@ -56,7 +57,14 @@ def sum_up(specs):
 
 
 def apply_gradients(
-    optimizer, grads_and_vars, learning_rate, sums, state, puts=(), averages=None
+    optimizer,
+    grads_and_vars,
+    learning_rate,
+    sums,
+    state,
+    puts=(),
+    averages=None,
+    loss_scale=None,
 ):
     """Builds one step: one update, and the epoch's running sums.
 
@@ -70,6 +78,7 @@ def apply_gradients(
       state: the `State` to advance.
       puts: the `Pipeline`'s.
       averages: what `weight_averages.create` returned.
+      loss_scale: what `mixed_precision.create_loss_scale` returned.
 
     Returns:
       train_op, which runs the step: float32 [3 + machines], the mean loss and the
@@ -92,7 +101,12 @@ def apply_gradients(
     read = gradients + [learning_rate, sums.loss, num_correct] + list(puts)
     with tf.control_dependencies(read):
         update = tf.group(
-            optimizer.apply_gradients(grads_and_vars, global_step=state.global_step),
+            mixed_precision.update_if_finite(
+                loss_scale,
+                gradients,
+                lambda: optimizer.apply_gradients(grads_and_vars),
+            ),
+            state.global_step.assign_add(1),
             state.epoch_images.assign_add(sums.images),
             state.loss_sum.assign_add(sums.loss),
             state.correct.assign_add(num_correct),
@@ -104,13 +118,14 @@ def apply_gradients(
         return tf.identity(metrics, 'train_op')
 
 
-def check_finite(grads_and_vars, spec, tower):
+def check_finite(grads_and_vars, spec, tower, loss_scale=None):
     """Makes a step fail, before it updates anything, where a number is not finite.
 
     Args:
       grads_and_vars: what `compute_gradients` gave for the tower.
       spec: the tower's `ModelSpec`.
       tower: its number.
+      loss_scale: with one, gradients may be infinite: it will be adapted.
 
     Returns:
       (grads_and_vars, spec), the same numbers, checked.
@@ -135,4 +150,6 @@ def check_finite(grads_and_vars, spec, tower):
     # XLA would compile the checks away.
     with tf.xla.experimental.jit_scope(compile_ops=False):
         spec = spec._replace(losses=check(spec.losses, 'the loss'))
+        if loss_scale is not None:
+            return grads_and_vars, spec
         return [(check_gradient(g, v), v) for g, v in grads_and_vars], spec

@@ -1,0 +1,106 @@
+"""Mixed precision: float16 math, float32 variables, and a loss scale between them.
+
+Small gradients are zero in float16. So the loss is multiplied by a scale before the
+backward pass, and the averaged gradients, float32, are divided by it. Where they are
+not finite the scale was too large: the step updates nothing, and the scale is halved.
+
+Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2, with the
+dynamic scale of its implementations.
+"""
+
+import collections
+
+from tf1 import tf
+
+FIRST = 2.0**15
+LARGEST = 2.0**24
+# It doubles after so many steps without an overflow.
+GROW_STEPS = 2000
+
+# Variables, so that a checkpoint holds them. scale: float32. good_steps: int64, since
+# it was changed. skipped: int64, steps that updated nothing.
+LossScale = collections.namedtuple('LossScale', 'scale good_steps skipped')
+
+
+def create_loss_scale(wanted):
+    """Creates the variables of a `LossScale`; None where it is not wanted."""
+    if not wanted:
+        return None
+
+    def variable(name, dtype, start=0):
+        return tf.get_variable(
+            'loss_scale/' + name,
+            [],
+            dtype,
+            initializer=tf.constant_initializer(start),
+            trainable=False,
+        )
+
+    return LossScale(
+        variable('scale', tf.float32, FIRST),
+        variable('good_steps', tf.int64),
+        variable('skipped', tf.int64),
+    )
+
+
+def scale_up(loss, loss_scale):
+    """Returns what a tower computes its gradients of."""
+    return loss if loss_scale is None else loss * loss_scale.scale
+
+
+def scale_down(grads_and_vars, loss_scale):
+    """Divides averaged gradients by the scale: a list of (gradient, variable).
+
+    It is a power of two: no digit is lost.
+    """
+    if loss_scale is None:
+        return grads_and_vars
+    factor = 1 / loss_scale.scale
+
+    def divide(gradient):
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values * factor
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient * factor
+
+    return [(divide(gradient), variable) for gradient, variable in grads_and_vars]
+
+
+def update_if_finite(loss_scale, gradients, update):
+    """Runs an update where all gradients are finite, and adapts the scale.
+
+    Args:
+      loss_scale: a `LossScale`; None: `update` is run whatever they are.
+      gradients: list of float32 tensors or `IndexedSlices`.
+      update: () -> an op; variables that it creates have initial values of their own.
+
+    Returns:
+      An op. It fails where gradients are not finite at a scale of 1: that is no
+      overflow.
+    """
+    if loss_scale is None:
+        return update()
+    scale, good_steps, skipped = loss_scale
+    # A sum is not finite where a value is not.
+    total = tf.add_n([tf.reduce_sum(_values(gradient)) for gradient in gradients])
+    finite = tf.is_finite(total)
+    checked = tf.debugging.check_numerics(
+        tf.where(scale > 1, 0.0, total), 'fp16: a gradient, at a loss scale of 1,'
+    )
+    with tf.control_dependencies([checked]):
+        now = tf.identity(scale)
+        good = tf.where(finite, good_steps + 1, tf.zeros_like(good_steps))
+        grows = good >= GROW_STEPS
+    larger = tf.where(grows, tf.minimum(now * 2, LARGEST), now)
+    new = [
+        (scale, tf.where(finite, larger, tf.maximum(now / 2, 1))),
+        (good_steps, tf.where(grows, tf.zeros_like(good), good)),
+        (skipped, skipped + tf.cast(tf.logical_not(finite), tf.int64)),
+    ]
+    updated = tf.cond(finite, lambda: tf.group(update()), tf.no_op)
+    with tf.control_dependencies([updated] + [value for _, value in new]):
+        return tf.group(*[variable.assign(value) for variable, value in new])
+
+
+def _values(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
