@@ -30,7 +30,7 @@ def parse(description, networks, towers, argv=None):
     add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
     _add_saving(parser.add_argument_group('saving and stopping'))
-    _add_training(parser.add_argument_group('model and training'), networks)
+    _add_training(parser.add_argument_group('model and training'), networks, towers)
     _add_devices(parser.add_argument_group('devices'), towers)
     if towers:
         _add_machines(parser.add_argument_group('several machines, as TF_CONFIG says'))
@@ -232,7 +232,7 @@ def _add_saving(group):
     )
 
 
-def _add_training(group, networks):
+def _add_training(group, networks, towers):
     group.add_argument(
         '--model',
         metavar='NETWORK',
@@ -293,6 +293,12 @@ def _add_training(group, networks):
         help='the learning rate falls to 0 as a cosine over --epochs, or stays '
         '(default: cosine)',
     )
+    if towers:
+        group.add_argument(
+            '--sync_batch_norm',
+            action='store_true',
+            help='batch norm over the batches of all towers, not of each tower alone',
+        )
 
 
 def add_device_choice(group, towers=True):

@@ -1,13 +1,15 @@
 """Networks (images -> logits) and `model_fn`, which adds loss and predictions.
 
 To train another network, write a function like `cnn` below into a file of your own:
-`--model path/file.py:function`.
+`--model path/file.py:function`. `python model.py` lists those that are here.
 """
 
 import collections
 import itertools
+import sys
 import zlib
 
+from batch_norm import batch_norm
 from tf1 import tf
 
 # loss: float32 scalar, the mean over the examples. losses: float32 [batch].
@@ -23,6 +25,8 @@ ModelSpec = collections.namedtuple(
 
 def weight(name, shape):
     """Creates or reuses a float32 variable, Glorot-uniform, seeded by its own name.
+
+    Layers cast it to the type of what they are given.
 
     With `tf.set_random_seed` it starts equal in every script, for any number of
     towers, whatever else the graph holds.
@@ -42,19 +46,32 @@ def bias(name, size):
     return tf.get_variable(name, [size], initializer=tf.zeros_initializer())
 
 
-def conv(x, filters, size, name):
-    """Convolution with bias, SAME: [batch, h, w, c] -> [batch, h, w, filters]."""
+def conv(x, filters, size, name, stride=1, has_bias=True):
+    """Convolution, SAME: [batch, h, w, c] -> [batch, h / stride, w / stride, filters].
+
+    Height and width are rounded up.
+    """
+    strides = [1, stride, stride, 1]
     with tf.variable_scope(name):
         kernel = weight('kernel', [size, size, x.shape.as_list()[3], filters])
-        x = tf.nn.conv2d(x, kernel, strides=[1, 1, 1, 1], padding='SAME')
-        return tf.nn.bias_add(x, bias('bias', filters))
+        x = tf.nn.conv2d(x, tf.cast(kernel, x.dtype), strides, padding='SAME')
+        if has_bias:
+            x = tf.nn.bias_add(x, tf.cast(bias('bias', filters), x.dtype))
+        return x
+
+
+def conv_norm(x, filters, size, training, name, stride=1):
+    """Convolution and batch norm, whose beta stands for the bias; see `conv`."""
+    x = conv(x, filters, size, name, stride, has_bias=False)
+    return batch_norm(x, training, name + '/batch_norm')
 
 
 def dense(x, units, name):
     """Fully connected layer with bias: [batch, n] -> [batch, units]."""
     with tf.variable_scope(name):
         kernel = weight('kernel', [x.shape.as_list()[1], units])
-        return tf.nn.bias_add(tf.matmul(x, kernel), bias('bias', units))
+        x = tf.matmul(x, tf.cast(kernel, x.dtype))
+        return tf.nn.bias_add(x, tf.cast(bias('bias', units), x.dtype))
 
 
 def max_pool(x):
@@ -93,7 +110,8 @@ def dropout_layers(rate, seed, tower, step):
 
 
 # Networks: (images float32 [batch, h, w, c], training, num_classes, dropout) ->
-# logits float32 [batch, num_classes]. `dropout` does nothing in evaluation.
+# logits float32 [batch, num_classes]. `dropout` does nothing in evaluation. All is
+# computed in the type of the images.
 
 
 # `cnn` halves images of this many pixels or more: 4 x 4 are left of small ones.
@@ -114,7 +132,79 @@ def cnn(images, training, num_classes, dropout):
     return dense(dropout(x), num_classes, 'dense2')
 
 
-NETWORKS = {'cnn': cnn}
+def article(images, training, num_classes, dropout):
+    """Four small convolutions with batch norm, two dense layers."""
+    del dropout
+    x = images  # [batch, 28, 28, 1] with MNIST
+    for layer, filters in enumerate([4, 8, 8, 8], start=1):
+        x = tf.nn.relu(conv_norm(x, filters, 3, training, 'conv%d' % layer))
+        if layer != 3:
+            x = max_pool(x)
+    x = flatten(x)  # [batch, 4 * 4 * 8]
+    x = tf.nn.relu(dense(x, 64, 'dense1'))
+    return dense(x, num_classes, 'dense2')
+
+
+def lenet5(images, training, num_classes, dropout):
+    """LeNet-5 as TensorFlow's MNIST tutorial widened it: 5 x 5 convolutions.
+
+    Source: LeCun et al. 1998, "Gradient-Based Learning Applied to Document
+    Recognition", figure 2, for the order of the layers.
+    """
+    del training
+    x = images  # [batch, 28, 28, 1] with MNIST
+    for layer, filters in enumerate([32, 64], start=1):
+        x = max_pool(tf.nn.relu(conv(x, filters, 5, 'conv%d' % layer)))
+    x = flatten(x)  # [batch, 7 * 7 * 64]
+    x = tf.nn.relu(dense(x, 512, 'dense1'))
+    return dense(dropout(x), num_classes, 'dense2')
+
+
+def mlp(images, training, num_classes, dropout):
+    """Two dense layers of 256 units, no convolution."""
+    del training
+    x = flatten(images)
+    for layer in (1, 2):
+        x = dropout(tf.nn.relu(dense(x, 256, 'dense%d' % layer)))
+    return dense(x, num_classes, 'dense3')
+
+
+def resnet20(images, training, num_classes, dropout):
+    """The residual network of 20 layers for CIFAR.
+
+    Source: He et al. 2015, "Deep Residual Learning for Image Recognition", section 4.2
+    with n = 3, identity shortcuts (option A).
+    """
+    del dropout
+    x = tf.nn.relu(conv_norm(images, 16, 3, training, 'conv'))
+    for stage, filters in enumerate([16, 32, 64], start=1):
+        for block in (1, 2, 3):
+            stride = 2 if stage > 1 and block == 1 else 1
+            with tf.variable_scope('stage%d_block%d' % (stage, block)):
+                x = basic_block(x, filters, stride, training)
+    x = tf.reduce_mean(x, axis=[1, 2])  # [batch, 64]
+    return dense(x, num_classes, 'dense')
+
+
+def basic_block(x, filters, stride, training):
+    """[batch, h, w, c] -> [batch, h / stride, w / stride, filters], rounded up."""
+    shortcut = x[:, ::stride, ::stride] if stride > 1 else x
+    more = filters - x.shape.as_list()[3]
+    if more:
+        # Half of the zeros on each side.
+        channels = [more // 2, more - more // 2]
+        shortcut = tf.pad(shortcut, [[0, 0], [0, 0], [0, 0], channels])
+    x = tf.nn.relu(conv_norm(x, filters, 3, training, 'conv1', stride))
+    return tf.nn.relu(conv_norm(x, filters, 3, training, 'conv2') + shortcut)
+
+
+NETWORKS = {
+    'article': article,
+    'cnn': cnn,
+    'lenet5': lenet5,
+    'mlp': mlp,
+    'resnet20': resnet20,
+}
 
 
 def scale(images, moments=None):
@@ -205,3 +295,9 @@ def model_fn(
         predictions=predictions,
         logits=logits,
     )
+
+
+if __name__ == '__main__':
+    import model_description
+
+    sys.exit(model_description.utils.run_main(model_description.main, must_show=True))

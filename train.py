@@ -5,6 +5,7 @@ import os
 import sys
 
 import accumulation
+import batch_norm
 import cluster
 import command_line
 import data_sets
@@ -75,12 +76,23 @@ def build_job(flags, device, data):
         gradients = optimizer.compute_gradients(loss)
         gradients, spec = updates.check_finite(gradients, spec, 0, loss_scale)
     gradients = mixed_precision.scale_down(gradients, loss_scale)
-    gradients, sums, puts, micro_steps = accumulation.accumulate(
-        gradients, updates.sum_up([spec]), pipeline.puts, flags.accumulate
+    statistics = batch_norm.average_statistics(1)
+    means, sums, puts, micro_steps = accumulation.accumulate(
+        gradients + statistics, updates.sum_up([spec]), pipeline.puts, flags.accumulate
     )
+    gradients, statistics = means[: len(gradients)], means[len(gradients) :]
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts, averages, loss_scale
+        optimizer,
+        gradients,
+        learning_rate,
+        sums,
+        state,
+        puts,
+        statistics,
+        batch_norm.get_own_updates(),
+        averages,
+        loss_scale,
     )
     evaluated, more_feeds = evaluation.build(
         data.valid, [device], weight_averages.evaluate_with(averages, build_model)

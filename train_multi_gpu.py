@@ -7,6 +7,7 @@ import sys
 
 import accumulation
 import all_reduce
+import batch_norm
 import cluster
 import command_line
 import data_sets
@@ -66,10 +67,18 @@ def build_job(
 
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
 
+    # Of how many towers the statistics of a batch norm are.
+    group_size = 1
+    if flags.sync_batch_norm:
+        group_size = len(devices) * len(machines.addresses)
+
     def build_tower(tower, images, labels):
         number = machines.index * len(devices) + tower  # among those of all machines
         dropout = model.dropout_layers(flags.dropout, flags.seed, number, run_number)
-        return build_model(images, labels, training=True, dropout=dropout, dtype=dtype)
+        with batch_norm.in_tower(tower, group_size):
+            return build_model(
+                images, labels, training=True, dropout=dropout, dtype=dtype
+            )
 
     learning_rate = updates.learning_rate(
         flags.learning_rate,
@@ -92,15 +101,28 @@ def build_job(
     packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
     gradients = gradient_packs.unpack(average_gradients(packed))
     gradients = mixed_precision.scale_down(gradients, loss_scale)
+    statistics = batch_norm.average_statistics(len(devices))
+    if flags.sync_batch_norm:
+        batch_norm.check_synchronized(statistics)
     sums = updates.sum_up(specs)
-    gradients, sums, puts, micro_steps = accumulation.accumulate(
-        gradients, sums, pipeline.puts, flags.accumulate
+    means, sums, puts, micro_steps = accumulation.accumulate(
+        gradients + statistics, sums, pipeline.puts, flags.accumulate
     )
     if machines != cluster.ONE:
-        gradients, sums = average_over_machines(gradients, sums, machines)
+        means, sums = average_over_machines(means, sums, machines)
+    gradients, statistics = means[: len(gradients)], means[len(gradients) :]
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
-        optimizer, gradients, learning_rate, sums, state, puts, averages, loss_scale
+        optimizer,
+        gradients,
+        learning_rate,
+        sums,
+        state,
+        puts,
+        statistics,
+        batch_norm.get_own_updates(len(machines.addresses)),
+        averages,
+        loss_scale,
     )
     evaluated, more_feeds = evaluation.build(
         data.valid,
@@ -227,7 +249,8 @@ def average_over_machines(grads_and_vars, sums, machines):
     step's sums, and which machines wish to stop after it.
 
     Args:
-      grads_and_vars: list of (gradient, variable), what `average_gradients` returned.
+      grads_and_vars: list of (gradient, variable), what `average_gradients` and
+        `batch_norm.average_statistics` returned.
       sums: the `updates.Sums` of this machine's towers.
       machines: the `cluster.Machines`.
 

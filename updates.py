@@ -3,6 +3,7 @@
 import collections
 import math
 
+import batch_norm
 import mixed_precision
 from tf1 import tf
 
@@ -63,6 +64,8 @@ def apply_gradients(
     sums,
     state,
     puts=(),
+    statistics=(),
+    own_updates=(),
     averages=None,
     loss_scale=None,
 ):
@@ -77,6 +80,8 @@ def apply_gradients(
       sums: the `Sums`.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
+      statistics: list of (mean, moving average), averaged like the gradients.
+      own_updates: what `batch_norm.get_own_updates` returned.
       averages: what `weight_averages.create` returned.
       loss_scale: what `mixed_precision.create_loss_scale` returned.
 
@@ -95,21 +100,23 @@ def apply_gradients(
     )
     if sums.wishes is not None:
         metrics = tf.concat([metrics, sums.wishes], axis=0)
-    gradients = [gradient for gradient, _ in grads_and_vars]
+    averaged = [average for average, _ in [*grads_and_vars, *statistics]]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
-    read = gradients + [learning_rate, sums.loss, num_correct] + list(puts)
+    read = averaged + [learning_rate, sums.loss, num_correct] + list(puts)
     with tf.control_dependencies(read):
         update = tf.group(
             mixed_precision.update_if_finite(
                 loss_scale,
-                gradients,
+                [gradient for gradient, _ in grads_and_vars],
                 lambda: optimizer.apply_gradients(grads_and_vars),
             ),
             state.global_step.assign_add(1),
             state.epoch_images.assign_add(sums.images),
             state.loss_sum.assign_add(sums.loss),
             state.correct.assign_add(num_correct),
+            *batch_norm.move(statistics),
+            *own_updates,
         )
     if averages is not None:
         with tf.control_dependencies([update]):
