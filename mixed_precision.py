@@ -9,6 +9,7 @@ dynamic scale of its implementations.
 """
 
 import collections
+import contextlib
 
 from tf1 import tf
 
@@ -43,6 +44,30 @@ def create_loss_scale(wanted):
     )
 
 
+@contextlib.contextmanager
+def variables_as(dtype):
+    """Shows the variables that a network asks for in the block in what it computes in.
+
+    They are float32 all the same. A network needs to know nothing of this, but one that
+    asks for float32 by name gets that.
+
+    Args:
+      dtype: float32 or float16.
+    """
+    if dtype == tf.float32:
+        yield
+        return
+
+    def get(getter, **settings):
+        if settings['dtype'] != dtype or settings['trainable'] is False:
+            return getter(**settings)
+        return tf.cast(getter(**dict(settings, dtype=tf.float32)), dtype)
+
+    scope = tf.get_variable_scope()
+    with tf.variable_scope(scope, dtype=dtype, custom_getter=get):
+        yield
+
+
 def scale_up(loss, loss_scale):
     """Returns what a tower computes its gradients of."""
     return loss if loss_scale is None else loss * loss_scale.scale
@@ -51,11 +76,19 @@ def scale_up(loss, loss_scale):
 def scale_down(grads_and_vars, loss_scale):
     """Divides averaged gradients by the scale: a list of (gradient, variable).
 
-    It is a power of two: no digit is lost.
+    It is a power of two: no digit is lost. The step fails where one is not finite at a
+    scale of 1: that is no overflow.
     """
     if loss_scale is None:
         return grads_and_vars
-    factor = 1 / loss_scale.scale
+    scale = loss_scale.scale
+    # No scale helps where they are not finite without one.
+    total = tf.where(scale > 1, 0.0, _add_up([g for g, _ in grads_and_vars]))
+    checked = tf.debugging.check_numerics(
+        total, 'fp16: a gradient, at a loss scale of 1,'
+    )
+    with tf.control_dependencies([checked]):
+        factor = 1 / scale
 
     def divide(gradient):
         if isinstance(gradient, tf.IndexedSlices):
@@ -75,25 +108,17 @@ def update_if_finite(loss_scale, gradients, update):
       update: () -> an op; variables that it creates have initial values of their own.
 
     Returns:
-      An op. It fails where gradients are not finite at a scale of 1: that is no
-      overflow.
+      An op.
     """
     if loss_scale is None:
         return update()
     scale, good_steps, skipped = loss_scale
-    # A sum is not finite where a value is not.
-    total = tf.add_n([tf.reduce_sum(_values(gradient)) for gradient in gradients])
-    finite = tf.is_finite(total)
-    checked = tf.debugging.check_numerics(
-        tf.where(scale > 1, 0.0, total), 'fp16: a gradient, at a loss scale of 1,'
-    )
-    with tf.control_dependencies([checked]):
-        now = tf.identity(scale)
-        good = tf.where(finite, good_steps + 1, tf.zeros_like(good_steps))
-        grows = good >= GROW_STEPS
-    larger = tf.where(grows, tf.minimum(now * 2, LARGEST), now)
+    finite = tf.is_finite(_add_up(gradients))
+    good = tf.where(finite, good_steps + 1, tf.zeros_like(good_steps))
+    grows = good >= GROW_STEPS
+    larger = tf.where(grows, tf.minimum(scale * 2, LARGEST), scale + 0)
     new = [
-        (scale, tf.where(finite, larger, tf.maximum(now / 2, 1))),
+        (scale, tf.where(finite, larger, tf.maximum(scale / 2, 1))),
         (good_steps, tf.where(grows, tf.zeros_like(good), good)),
         (skipped, skipped + tf.cast(tf.logical_not(finite), tf.int64)),
     ]
@@ -102,5 +127,7 @@ def update_if_finite(loss_scale, gradients, update):
         return tf.group(*[variable.assign(value) for variable, value in new])
 
 
-def _values(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def _add_up(gradients):
+    """Returns the sum of all their values, which is not finite where one is not."""
+    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    return tf.add_n([tf.reduce_sum(part) for part in parts])

@@ -9,6 +9,7 @@ import itertools
 import sys
 import zlib
 
+import mixed_precision
 from batch_norm import batch_norm
 from tf1 import tf
 
@@ -25,8 +26,6 @@ ModelSpec = collections.namedtuple(
 
 def weight(name, shape):
     """Creates or reuses a float32 variable, Glorot-uniform, seeded by its own name.
-
-    Layers cast it to the type of what they are given.
 
     With `tf.set_random_seed` it starts equal in every script, for any number of
     towers, whatever else the graph holds.
@@ -54,9 +53,9 @@ def conv(x, filters, size, name, stride=1, has_bias=True):
     strides = [1, stride, stride, 1]
     with tf.variable_scope(name):
         kernel = weight('kernel', [size, size, x.shape.as_list()[3], filters])
-        x = tf.nn.conv2d(x, tf.cast(kernel, x.dtype), strides, padding='SAME')
+        x = tf.nn.conv2d(x, kernel, strides, padding='SAME')
         if has_bias:
-            x = tf.nn.bias_add(x, tf.cast(bias('bias', filters), x.dtype))
+            x = tf.nn.bias_add(x, bias('bias', filters))
         return x
 
 
@@ -70,8 +69,7 @@ def dense(x, units, name):
     """Fully connected layer with bias: [batch, n] -> [batch, units]."""
     with tf.variable_scope(name):
         kernel = weight('kernel', [x.shape.as_list()[1], units])
-        x = tf.matmul(x, tf.cast(kernel, x.dtype))
-        return tf.nn.bias_add(x, tf.cast(bias('bias', units), x.dtype))
+        return tf.nn.bias_add(tf.matmul(x, kernel), bias('bias', units))
 
 
 def max_pool(x):
@@ -259,7 +257,8 @@ def infer(
       logits, float32 [batch, num_classes].
     """
     x = tf.cast(scale(images, moments), dtype)
-    logits = network(x, training, num_classes, dropout or (lambda x: x))
+    with mixed_precision.variables_as(dtype):
+        logits = network(x, training, num_classes, dropout or (lambda x: x))
     return tf.cast(logits, tf.float32) if dtype == tf.float16 else logits
 
 
