@@ -11,6 +11,7 @@ from utils import UserError
 MAX_TOWERS = 64
 FORMATS = ('idx', 'cifar', 'npz', 'folders', 'tfrecord')
 OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
+SCHEDULES = ('cosine', 'constant', 'step', 'exponential')
 
 
 def parse(description, networks, towers, argv=None):
@@ -30,7 +31,8 @@ def parse(description, networks, towers, argv=None):
     add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
     _add_saving(parser.add_argument_group('saving and stopping'))
-    _add_training(parser.add_argument_group('model and training'), networks, towers)
+    _add_training(parser.add_argument_group('model and training'), networks)
+    _add_recipe(parser.add_argument_group('recipe'), towers)
     _add_devices(parser.add_argument_group('devices'), towers)
     if towers:
         _add_machines(parser.add_argument_group('several machines, as TF_CONFIG says'))
@@ -40,6 +42,11 @@ def parse(description, networks, towers, argv=None):
     if flags.histograms and not flags.summary_steps:
         raise UserError(
             '--histograms go to the event files: not with --summary_steps 0'
+        )
+    if flags.warmup_epochs >= flags.epochs:
+        raise UserError(
+            '--warmup_epochs %g: give fewer than --epochs %d'
+            % (flags.warmup_epochs, flags.epochs)
         )
     if not towers:
         flags.num_gpus = 1
@@ -232,7 +239,7 @@ def _add_saving(group):
     )
 
 
-def _add_training(group, networks, towers):
+def _add_training(group, networks):
     group.add_argument(
         '--model',
         metavar='NETWORK',
@@ -253,14 +260,6 @@ def _add_training(group, networks, towers):
         help='images per tower and step (default: 32)',
     )
     group.add_argument(
-        '--accumulate',
-        type=number(int, 1, 65536),
-        default=1,
-        metavar='K',
-        help='a step has K times the images, which take K turns on the GPU (default: '
-        '1)',
-    )
-    group.add_argument(
         '--optimizer',
         choices=OPTIMIZERS,
         default='adam',
@@ -270,7 +269,40 @@ def _add_training(group, networks, towers):
         '--learning_rate',
         type=number(float, 0, 100, above=True),
         default=0.001,
-        help='of the first step (default: 0.001)',
+        help='what the schedule starts from (default: 0.001)',
+    )
+    group.add_argument(
+        '--schedule',
+        choices=SCHEDULES,
+        default='cosine',
+        help='over --epochs the learning rate falls to 0 as a cosine; by steps, to a '
+        'tenth at 50%% and again at 75%%; evenly to 1%% (exponential); or stays '
+        '(default: cosine)',
+    )
+
+
+def _add_recipe(group, towers):
+    group.add_argument(
+        '--warmup_epochs',
+        type=number(float, 0, 100000),
+        default=0,
+        metavar='N',
+        help='over the first N epochs, such as 0.5, the learning rate rises to what '
+        '--schedule says (default: 0)',
+    )
+    group.add_argument(
+        '--scale_lr',
+        action='store_true',
+        help='multiply --learning_rate by the images per step / --batch_size: by '
+        'towers x machines',
+    )
+    group.add_argument(
+        '--accumulate',
+        type=number(int, 1, 65536),
+        default=1,
+        metavar='K',
+        help='a step has K times the images, which take K turns on the GPU (default: '
+        '1)',
     )
     group.add_argument(
         '--ema',
@@ -285,13 +317,6 @@ def _add_training(group, networks, towers):
         action='store_true',
         help='train in float16, weights in float32, with a loss scale that adapts; a '
         'step that overflows updates nothing (evaluation stays in float32)',
-    )
-    group.add_argument(
-        '--schedule',
-        choices=('cosine', 'constant'),
-        default='cosine',
-        help='the learning rate falls to 0 as a cosine over --epochs, or stays '
-        '(default: cosine)',
     )
     if towers:
         group.add_argument(

@@ -10,6 +10,7 @@ import cluster
 import data_sets
 import networks
 import records
+import updates
 import utils
 from tf1 import tf
 from utils import log
@@ -58,18 +59,29 @@ def introduce(flags, config, restored, model_dir):
         data['train_images'],
         ' (%d wait for another shuffle)' % rest if rest else '',
     )
-    if flags.schedule == 'cosine':
-        log.info(
-            'learning rate %g, falling as a cosine to 0 over %d epochs: with another '
-            '--epochs it is another',
-            flags.learning_rate,
-            flags.epochs,
-        )
-    else:
-        log.info('learning rate %g, constant', flags.learning_rate)
+    log.info('%s', describe_rate(flags, global_batch))
     log.info('results go to %s', model_dir)
     if restored:
         log.info('continues from %s', restored)
+
+
+def describe_rate(flags, global_batch):
+    """Returns what the learning rate will be, in a line."""
+    words = 'learning rate %g' % updates.base_rate(flags, global_batch)
+    if flags.scale_lr:
+        factor = global_batch // flags.batch_size
+        words += ' = %g x %d, as --scale_lr says' % (flags.learning_rate, factor)
+    if flags.warmup_epochs:
+        words += ', rising over the first %g epochs' % flags.warmup_epochs
+    if flags.schedule == 'constant':
+        return words + ', constant'
+    falling = {
+        'cosine': ', falling as a cosine to 0 over %d epochs',
+        'step': ', falling to a tenth at 50 %% and again at 75 %% of %d epochs',
+        'exponential': ', falling evenly to 1 %% over %d epochs',
+    }[flags.schedule]
+    words += falling % flags.epochs
+    return words + ': with another --epochs it is another'
 
 
 def introduce_other(flags, devices, machines):

@@ -50,13 +50,7 @@ def build_job(flags, device, data):
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, [device])
-    learning_rate = updates.learning_rate(
-        flags.learning_rate,
-        flags.schedule,
-        state,
-        flags.epochs,
-        pipeline.num_images,
-    )
+    learning_rate = updates.learning_rate(flags, state, pipeline)
     optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
     build_model = functools.partial(
         model.model_fn,

@@ -80,13 +80,7 @@ def build_job(
                 images, labels, training=True, dropout=dropout, dtype=dtype
             )
 
-    learning_rate = updates.learning_rate(
-        flags.learning_rate,
-        flags.schedule,
-        state,
-        flags.epochs,
-        pipeline.num_images,
-    )
+    learning_rate = updates.learning_rate(flags, state, pipeline)
     optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
     loss_scale = mixed_precision.create_loss_scale(flags.fp16)
     specs, tower_grads = build_towers(

@@ -16,23 +16,58 @@ NUM_METRICS = 3
 Sums = collections.namedtuple('Sums', 'loss correct images wishes')
 
 
-def learning_rate(base, schedule, state, epochs, num_images):
-    """Returns the learning rate, float32 scalar: a function of images seen only.
+def base_rate(flags, global_batch):
+    """Returns the rate that a schedule starts from, a float.
 
     Args:
-      base: the rate of the first step.
-      schedule: 'cosine' falls to 0 over `epochs`; 'constant' stays.
-      state: the `State`.
-      epochs: of the whole run.
-      num_images: in one epoch.
+      flags: what `command_line.parse` returned.
+      global_batch: images per step.
 
-    Source: Loshchilov and Hutter 2016, "SGDR", equation 5, without restarts.
+    Source: the linear scaling rule of Goyal et al. 2017, "Accurate, Large Minibatch
+    SGD", for `--scale_lr`.
     """
-    if schedule == 'constant':
+    if flags.scale_lr:
+        return flags.learning_rate * (global_batch // flags.batch_size)
+    return flags.learning_rate
+
+
+def learning_rate(flags, state, pipeline):
+    """Returns the learning rate, float32 scalar: a function of images seen only.
+
+    Over `--epochs`, `--schedule` cosine falls to 0, step to a tenth at a half and again
+    at three quarters, exponential evenly to a hundredth; constant stays. With
+    `--warmup_epochs` it rises to that; the first step has a rate, too.
+
+    Args:
+      flags: what `command_line.parse` returned.
+      state: the `State`.
+      pipeline: the `Pipeline`, for its num_images and global_batch.
+
+    Source: Loshchilov and Hutter 2016, "SGDR", equation 5, without restarts; He et al.
+    2015, "Deep Residual Learning for Image Recognition", section 4.2; the warm-up of
+    Goyal et al. 2017.
+    """
+    num_images = pipeline.num_images
+    base = base_rate(flags, pipeline.global_batch)
+    if flags.schedule == 'constant' and not flags.warmup_epochs:
         return tf.constant(base, tf.float32)
     images_seen = state.epoch * num_images + state.epoch_images
-    progress = tf.cast(images_seen, tf.float64) / (epochs * num_images)
-    return tf.cast(base * 0.5 * (1 + tf.cos(math.pi * progress)), tf.float32)
+    progress = tf.cast(images_seen, tf.float64) / (flags.epochs * num_images)
+    rate = {
+        'constant': lambda: tf.constant(base, tf.float64),
+        'cosine': lambda: base * 0.5 * (1 + tf.cos(math.pi * progress)),
+        'step': lambda: _fall_in_steps(base, progress),
+        'exponential': lambda: base * tf.exp(math.log(0.01) * progress),
+    }[flags.schedule]()
+    if flags.warmup_epochs:
+        after_step = tf.cast(images_seen + pipeline.global_batch, tf.float64)
+        rate *= tf.minimum(after_step / (flags.warmup_epochs * num_images), 1)
+    return tf.cast(rate, tf.float32)
+
+
+def _fall_in_steps(base, progress):
+    steps = tf.reduce_sum(tf.cast(progress >= [0.5, 0.75], tf.int32))
+    return tf.gather(tf.constant([base, base / 10, base / 100], tf.float64), steps)
 
 
 def create_optimizer(name, learning_rate):

@@ -1,4 +1,4 @@
-"""The learning rate, the optimizers and the speed, by value."""
+"""The loop: its speed, its steps, how its threads end; and the baseline's devices."""
 
 import contextlib
 import itertools
@@ -11,53 +11,10 @@ import pytest
 
 import train
 import training
-import updates
 import utils
 from command_line import OPTIMIZERS
 from tests.conftest import make_flags, start
 from tf1 import tf
-
-
-@pytest.mark.parametrize(
-    'schedule, epoch, images, rate',
-    [
-        ('cosine', 0, 0, 0.1),
-        ('cosine', 0, 50, 0.1 * (1 + np.cos(np.pi / 8)) / 2),
-        ('cosine', 2, 0, 0.05),
-        ('cosine', 3, 50, 0.1 * (1 + np.cos(np.pi * 7 / 8)) / 2),
-        ('cosine', 4, 0, 0.0),
-        ('constant', 0, 0, 0.1),
-        ('constant', 3, 50, 0.1),
-    ],
-)
-def test_the_learning_rate_is_a_function_of_images_seen(schedule, epoch, images, rate):
-    state = training.create_state()
-    learning_rate = updates.learning_rate(0.1, schedule, state, 4, 100)
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        session.run([state.epoch.assign(epoch), state.epoch_images.assign(images)])
-        assert session.run(learning_rate) == pytest.approx(rate, abs=1e-8)
-
-
-@pytest.mark.parametrize(
-    'name, values',
-    [
-        # From 1, gradient 2, rate 0.1. Momentum makes the second step 1.9 times 0.2.
-        ('sgd', [0.8, 0.6]),
-        ('momentum', [0.8, 0.42]),
-        ('adam', [0.9, 0.8]),
-    ],
-)
-def test_optimizers_by_value(name, values):
-    w = tf.get_variable('w', [], initializer=tf.ones_initializer())
-    update = updates.create_optimizer(name, tf.constant(0.1)).minimize(2 * w)
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        found = []
-        for _ in values:
-            session.run(update)
-            found.append(session.run(w))
-    np.testing.assert_allclose(found, values, rtol=1e-5)
 
 
 @pytest.fixture
