@@ -283,6 +283,29 @@ def _add_training(group, networks):
 
 def _add_recipe(group, towers):
     group.add_argument(
+        '--weight_decay',
+        type=number(float, 0, 100),
+        default=0,
+        metavar='D',
+        help='each step takes the learning rate x D of every kernel off it, with any '
+        'optimizer (default: 0)',
+    )
+    group.add_argument(
+        '--clip_norm',
+        type=number(float, 0, 1e9, above=True),
+        metavar='C',
+        help='scale the gradients, averaged over all towers, down to this global norm '
+        '(default: no limit)',
+    )
+    group.add_argument(
+        '--label_smoothing',
+        type=number(float, 0, 0.99),
+        default=0,
+        metavar='S',
+        help='in training, share S of each label goes to all classes alike '
+        '(default: 0)',
+    )
+    group.add_argument(
         '--warmup_epochs',
         type=number(float, 0, 100000),
         default=0,

@@ -85,7 +85,7 @@ def scale_down(grads_and_vars, loss_scale):
     # No scale helps where they are not finite without one.
     total = tf.where(scale > 1, 0.0, _add_up([g for g, _ in grads_and_vars]))
     checked = tf.debugging.check_numerics(
-        total, 'fp16: a gradient, at a loss scale of 1,'
+        total, 'all towers: a gradient, at a loss scale of 1,'
     )
     with tf.control_dependencies([checked]):
         factor = 1 / scale

@@ -57,6 +57,7 @@ def build_job(flags, device, data):
         network=networks.find_network(flags.model, model.NETWORKS),
         num_classes=len(data.classes),
         moments=data.moments,
+        label_smoothing=flags.label_smoothing,
     )
     dtype = tf.float16 if flags.fp16 else tf.float32
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
@@ -69,12 +70,14 @@ def build_job(flags, device, data):
         loss = mixed_precision.scale_up(spec.loss, loss_scale)
         gradients = optimizer.compute_gradients(loss)
         gradients, spec = updates.check_finite(gradients, spec, 0, loss_scale)
+    gradients = updates.drop_missing(gradients)
     gradients = mixed_precision.scale_down(gradients, loss_scale)
     statistics = batch_norm.average_statistics(1)
     means, sums, puts, micro_steps = accumulation.accumulate(
         gradients + statistics, updates.sum_up([spec]), pipeline.puts, flags.accumulate
     )
     gradients, statistics = means[: len(gradients)], means[len(gradients) :]
+    gradients = updates.clip(gradients, flags.clip_norm, loss_scale)
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
         optimizer,
@@ -85,6 +88,7 @@ def build_job(flags, device, data):
         puts,
         statistics,
         batch_norm.get_own_updates(),
+        flags.weight_decay,
         averages,
         loss_scale,
     )

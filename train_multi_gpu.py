@@ -62,6 +62,7 @@ def build_job(
         network=networks.find_network(flags.model, model.NETWORKS),
         num_classes=len(data.classes),
         moments=data.moments,
+        label_smoothing=flags.label_smoothing,
     )
     dtype = tf.float16 if flags.fp16 else tf.float32
 
@@ -105,6 +106,7 @@ def build_job(
     if machines != cluster.ONE:
         means, sums = average_over_machines(means, sums, machines)
     gradients, statistics = means[: len(gradients)], means[len(gradients) :]
+    gradients = updates.clip(gradients, flags.clip_norm, loss_scale)
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
         optimizer,
@@ -115,6 +117,7 @@ def build_job(
         puts,
         statistics,
         batch_norm.get_own_updates(len(machines.addresses)),
+        flags.weight_decay,
         averages,
         loss_scale,
     )

@@ -269,9 +269,8 @@ def train(flags, job, calls, model_dir):
         calls.prefill()
         rows, saved = run_epochs(flags, job, calls)
     except tf.errors.InvalidArgumentError as error:
-        found = re.search(
-            r'((?:tower \d+|fp16): .*?) ?: Tensor had (.*?) values', str(error)
-        )
+        where = r'((?:tower \d+|all towers): .*?) ?: Tensor had (.*?) values'
+        found = re.search(where, str(error))
         if not found or is_echo(error):
             raise
         raise RunFailed(

@@ -6,6 +6,7 @@ import math
 import batch_norm
 import mixed_precision
 from tf1 import tf
+from utils import log
 
 # Loss, accuracy and learning rate, that each step gives.
 NUM_METRICS = 3
@@ -92,6 +93,64 @@ def sum_up(specs):
     )
 
 
+def drop_missing(grads_and_vars):
+    """Returns the pairs that have a gradient; a warning names the other variables."""
+    for gradient, variable in grads_and_vars:
+        if gradient is None:
+            log.warning('%s has no gradient: not trained', variable.name)
+    return [pair for pair in grads_and_vars if pair[0] is not None]
+
+
+def clip(grads_and_vars, clip_norm, loss_scale=None):
+    """Scales the gradients, where their global norm is above `clip_norm`, down to it.
+
+    Args:
+      grads_and_vars: list of (gradient, variable), averaged over all towers.
+      clip_norm: the largest norm, or None for no limit.
+      loss_scale: with one, a norm may be infinite: the step will update nothing.
+
+    Returns:
+      The list with other gradients; sparse ones stay sparse.
+
+    Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural
+    networks", algorithm 1, over all gradients at once.
+    """
+    if clip_norm is None:
+        return grads_and_vars
+
+    def scale(gradient, variable):
+        with tf.device(variable.device):
+            if isinstance(gradient, tf.IndexedSlices):
+                values = gradient.values * tf.cast(factor, gradient.dtype)
+                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            return gradient * tf.cast(factor, gradient.dtype)
+
+    with tf.name_scope('clip_norm'):
+        halves = [_half_square(g, v) for g, v in grads_and_vars]
+        norm = tf.sqrt(2 * tf.add_n(halves))
+        if loss_scale is None:
+            # One that is infinite would make every gradient 0, for ever and unseen.
+            norm = tf.debugging.check_numerics(norm, "all towers: the gradients' norm")
+        factor = clip_norm / tf.maximum(norm, clip_norm)
+        return [(scale(g, v), v) for g, v in grads_and_vars]
+
+
+def _half_square(gradient, variable):
+    """Returns half the sum of squares of a gradient, float64 scalar."""
+    device = variable.device
+    if isinstance(gradient, tf.IndexedSlices):
+        # Rows that several towers touched count as their sum, as they will in the
+        # update. GPUs have no kernel that finds them.
+        device = '/cpu:0'
+        with tf.device(device):
+            rows, places = tf.unique(gradient.indices)
+            gradient = tf.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    with tf.device(device):
+        if gradient.dtype.size < 4:
+            gradient = tf.cast(gradient, tf.float32)
+        return tf.cast(tf.nn.l2_loss(gradient), tf.float64)
+
+
 def apply_gradients(
     optimizer,
     grads_and_vars,
@@ -101,6 +160,7 @@ def apply_gradients(
     puts=(),
     statistics=(),
     own_updates=(),
+    weight_decay=0,
     averages=None,
     loss_scale=None,
 ):
@@ -117,6 +177,7 @@ def apply_gradients(
       puts: the `Pipeline`'s.
       statistics: list of (mean, moving average), averaged like the gradients.
       own_updates: what `batch_norm.get_own_updates` returned.
+      weight_decay: which share of each kernel, times the learning rate, is taken off.
       averages: what `weight_averages.create` returned.
       loss_scale: what `mixed_precision.create_loss_scale` returned.
 
@@ -139,12 +200,20 @@ def apply_gradients(
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
     read = averaged + [learning_rate, sums.loss, num_correct] + list(puts)
+
+    def update_variables():
+        # Both write the kernels: one after the other, or bits would depend on which won.
+        with tf.control_dependencies(
+            decay(grads_and_vars, learning_rate, weight_decay)
+        ):
+            return optimizer.apply_gradients(grads_and_vars)
+
     with tf.control_dependencies(read):
         update = tf.group(
             mixed_precision.update_if_finite(
                 loss_scale,
                 [gradient for gradient, _ in grads_and_vars],
-                lambda: optimizer.apply_gradients(grads_and_vars),
+                update_variables,
             ),
             state.global_step.assign_add(1),
             state.epoch_images.assign_add(sums.images),
@@ -158,6 +227,38 @@ def apply_gradients(
             update = averages.apply([variable for _, variable in grads_and_vars])
     with tf.control_dependencies([update]):
         return tf.identity(metrics, 'train_op')
+
+
+def decay(grads_and_vars, learning_rate, weight_decay):
+    """Takes learning_rate * weight_decay of every kernel off it.
+
+    Kernels are the variables of two dimensions or more; biases are left as they are.
+    What the optimizer takes off does not depend on their values any more, so this is
+    what the values before the update lose, though it comes first.
+
+    Args:
+      grads_and_vars: list of (gradient, variable).
+      learning_rate: float32 scalar.
+      weight_decay: a float; with 0 nothing is built.
+
+    Returns:
+      A list of ops.
+
+    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization",
+    algorithms 1 and 2, with the learning rate as the schedule multiplier.
+    """
+    if not weight_decay:
+        return []
+    ops = []
+    with tf.name_scope('weight_decay'):
+        share = learning_rate * weight_decay
+        for _, variable in grads_and_vars:
+            if variable.shape.ndims < 2:
+                continue
+            with tf.device(variable.device):
+                part = variable * tf.cast(share, variable.dtype.base_dtype)
+                ops.append(tf.group(variable.assign_sub(part)))
+    return ops
 
 
 def check_finite(grads_and_vars, spec, tower, loss_scale=None):

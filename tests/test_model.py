@@ -76,16 +76,42 @@ def test_loss_is_the_mean_of_the_cross_entropies():
     assert list(spec.predictions) == [0, 2, 1]
 
 
-def test_a_hopeless_example_has_a_finite_loss():
+@pytest.mark.parametrize('smoothing, loss', [(0, 2e4), (0.2, 1.8e4)])
+def test_a_hopeless_example_has_a_finite_loss(smoothing, loss):
     spec = run(
         model.model_fn(
             tf.zeros([1, 2, 2, 1], tf.uint8),
             tf.constant([0], tf.int64),
             network=lambda *_: tf.constant([[-1e4, 1e4]]),
             num_classes=2,
+            training=True,
+            label_smoothing=smoothing,
         )
     )
-    assert spec.loss == 2e4
+    assert spec.loss == pytest.approx(loss)
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_labels_are_smoothed_in_training_only(training):
+    logits = np.array([[2.0, 0, 0], [0, 0, 9], [0, 3, 0]], np.float32)
+    labels = np.array([0, 1, 1])
+    spec = run(
+        model.model_fn(
+            tf.zeros([3, 2, 2, 1], tf.uint8),
+            tf.constant(labels),
+            network=lambda *_: tf.constant(logits),
+            num_classes=3,
+            training=training,
+            label_smoothing=0.3,
+        )
+    )
+    surprise = np.log(np.exp(logits.astype(float)).sum(1))[:, np.newaxis] - logits
+    losses = surprise[range(3), labels]
+    if training:
+        losses = 0.7 * losses + 0.3 * surprise.mean(axis=1)
+    np.testing.assert_allclose(spec.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(spec.loss, losses.mean(), rtol=1e-5)
+    assert list(spec.correct) == [1, 0, 1]
 
 
 def test_bytes_become_floats_from_minus_one_to_one():

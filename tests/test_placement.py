@@ -64,8 +64,11 @@ def test_the_proof_refuses_what_has_no_gpu_kernel(gpu_build):
         assert not has_gpu_kernel(op), op.type
 
 
+RECIPE = ['--weight_decay', '0.1', '--clip_norm', '1', '--label_smoothing', '0.1']
 LEVERS = [
     [],
+    RECIPE,
+    ['--variable_device', 'spread'] + RECIPE,
     ['--staging', '--gradient_packs', '3'],
     ['--variable_device', 'gpu'],
     ['--variable_device', 'gpu', '--gradient_packs', '2'],
@@ -91,7 +94,7 @@ def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(
 
 
 def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small):
-    ops = build(train, '/gpu:0', small, '--staging')
+    ops = build(train, '/gpu:0', small, '--staging', *RECIPE)
     placed = [op for op in ops if on_gpu(op)]
     assert len(placed) > 100
     wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
