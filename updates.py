@@ -202,7 +202,7 @@ def apply_gradients(
     read = averaged + [learning_rate, sums.loss, num_correct] + list(puts)
 
     def update_variables():
-        # Both write the kernels: one after the other, or bits would depend on which won.
+        # Both write the kernels: without an order bits would depend on which won.
         with tf.control_dependencies(
             decay(grads_and_vars, learning_rate, weight_decay)
         ):
