@@ -32,7 +32,8 @@ FIRST_KEY = 1000
 
 # What is being built, in the collection of this name: its last.
 # number: of the tower, among those of its machine. group_size: how many towers have
-# their statistics in common, those of all machines counted. keys: of collectives.
+# their statistics in common, those of all machines counted; None without
+# `--sync_batch_norm`. keys: of collectives.
 Tower = collections.namedtuple('Tower', 'number group_size keys')
 TOWERS = 'batch_norm_towers'
 
@@ -44,7 +45,7 @@ STATISTICS = 'batch_norm_statistics'
 
 
 @contextlib.contextmanager
-def in_tower(number, group_size=1):
+def in_tower(number, group_size=None):
     """Says whose statistics a training network makes that is built inside the block.
 
     Updates that it leaves in `tf.GraphKeys.UPDATE_OPS` stay there if it is tower 0:
@@ -52,8 +53,8 @@ def in_tower(number, group_size=1):
 
     Args:
       number: of the tower, among those of its machine.
-      group_size: of how many towers, on all machines, the statistics are; 1 for its
-        own. Every tower must build the same: one that is run alone waits for ever.
+      group_size: of how many towers, on all machines, the statistics are; None for
+        the tower's own. Every tower must build the same: one that is run alone waits for ever.
     """
     towers = tf.get_collection_ref(TOWERS)
     towers.append(Tower(number, group_size, itertools.count(FIRST_KEY)))
@@ -107,7 +108,7 @@ def batch_norm(x, training, name='batch_norm'):
 
 def _get_tower():
     towers = tf.get_collection(TOWERS)
-    return towers[-1] if towers else Tower(0, 1, None)
+    return towers[-1] if towers else Tower(0, None, None)
 
 
 def _reshape_like(rows, x):
@@ -119,7 +120,7 @@ def _reshape_like(rows, x):
 def _normalize(x, gamma, beta):
     """Returns x normalised, and (mean, variance) of the batch, the latter unbiased."""
     tower = _get_tower()
-    if tower.group_size == 1:
+    if tower.group_size is None:
         y, *statistics = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=EPSILON)
         return y, statistics
     keys = [next(tower.keys) for _ in range(3)]
@@ -148,7 +149,10 @@ def _normalize_together(x, gamma, beta, group_size, keys):
     """
 
     def average_values(x):  # [batch, h, w, channels] -> [channels]
-        return tf.reduce_mean(x, axis=[0, 1, 2])
+        # Axis by axis: one long sum in float32 loses three digits.
+        for _ in range(3):
+            x = tf.reduce_mean(x, axis=-2)
+        return x
 
     @tf.custom_gradient
     def normalize(x, gamma, beta):
@@ -176,6 +180,8 @@ def _normalize_together(x, gamma, beta, group_size, keys):
 
 def _average(tensor, group_size, key):
     """Averages a float32 tensor over a group's towers: the same bits in each."""
+    if group_size == 1:
+        return tensor
     # XLA has no such op.
     with tf.xla.experimental.jit_scope(compile_ops=False):
         total = tf.raw_ops.CollectiveReduce(

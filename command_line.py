@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import shlex
 
 import augmentation
 from networks import find_network
@@ -27,7 +28,12 @@ def parse(description, networks, towers, argv=None):
       UserError: a flag is unknown, malformed or out of range.
       Exception: what the code of the user's own network raises.
     """
-    parser = Parser(description=description, allow_abbrev=False)
+    parser = Parser(
+        description=description,
+        epilog='@FILE stands for the flags in a file, as those in recipes/ are.',
+        allow_abbrev=False,
+        fromfile_prefix_chars='@',
+    )
     add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
     _add_saving(parser.add_argument_group('saving and stopping'))
@@ -56,6 +62,10 @@ def parse(description, networks, towers, argv=None):
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake costs one line instead of the whole usage."""
+
+    def convert_arg_line_to_args(self, line):
+        """Returns the words of a line of a file of flags; `#` begins a comment."""
+        return shlex.split(line, comments=True)
 
     def error(self, message):
         raise UserError('%s (see --help)' % message)
@@ -380,6 +390,12 @@ def _add_devices(group, towers):
             default='cpu',
             help='where the shared variables are: on the CPU, on the first GPU, or on '
             'all GPUs, about as many bytes on each (default: cpu)',
+        )
+        group.add_argument(
+            '--check',
+            action='store_true',
+            help='before training, compare a step of these towers with one of a single '
+            'tower, and end with status 1 if they differ by more than rounding',
         )
         group.add_argument(
             '--gradient_packs',

@@ -27,6 +27,7 @@ BINDING_FLAGS = {'ema', 'fp16', 'model', 'optimizer', 'seed', 'standardize'}
 # Flags that say nothing of the training itself.
 PASSING_FLAGS = {
     'cache',
+    'check',
     'gradient_packs',
     'histograms',
     'inter_op_threads',

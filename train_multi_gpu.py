@@ -8,6 +8,7 @@ import sys
 import accumulation
 import all_reduce
 import batch_norm
+import check_towers
 import cluster
 import command_line
 import data_sets
@@ -23,17 +24,23 @@ import updates
 import utils
 import weight_averages
 from tf1 import tf
-from utils import log
+from utils import UserError, log
 
 
 def main():
     flags = command_line.parse(__doc__, model.NETWORKS, towers=True)
     machines = cluster.read_machines(os.environ.get('TF_CONFIG'))
+    if flags.check and machines != cluster.ONE:
+        raise UserError(
+            '--check compares the towers of one machine: drop it, or TF_CONFIG'
+        )
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers), machines) as model_dir:
         threads = records.choose_threads(flags, devices, model_dir)
         data = data_sets.load(flags, threads)
         records.check_data(model_dir, data)
+        if flags.check:
+            check(flags, devices, data, threads)
         with tf.Graph().as_default(), tf.device('/cpu:0'):
             job = build_job(flags, devices.towers, data, machines=machines)
             training.run(flags, devices, data, job, model_dir, machines)
@@ -69,7 +76,7 @@ def build_job(
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
 
     # Of how many towers the statistics of a batch norm are.
-    group_size = 1
+    group_size = None
     if flags.sync_batch_norm:
         group_size = len(devices) * len(machines.addresses)
 
@@ -139,6 +146,31 @@ def build_job(
         micro_steps,
         loss_scale,
     )
+
+
+def check(flags, devices, data, threads):
+    """Compares a step of the towers with one of a single tower, as `--check` asks."""
+
+    def build_gradients(devices, batches, build_tower):
+        _, tower_grads = build_towers(
+            devices,
+            batches,
+            build_tower,
+            updates.create_optimizer('sgd', 1.0),
+            utils.use_xla(flags.xla, devices),
+            utils.place_variables(flags.variable_device, devices),
+        )
+        packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
+        return gradient_packs.unpack(average_gradients(packed))
+
+    build_model = functools.partial(
+        model.model_fn,
+        network=networks.find_network(flags.model, model.NETWORKS),
+        num_classes=len(data.classes),
+        moments=data.moments,
+        label_smoothing=flags.label_smoothing,
+    )
+    check_towers.check(flags, devices, data, threads, build_model, build_gradients)
 
 
 def build_towers(
