@@ -231,6 +231,20 @@ def _add_run(group):
 
 def _add_saving(group):
     group.add_argument(
+        '--early_stopping',
+        type=number(int, 1, 100000),
+        metavar='PATIENCE',
+        help='end after so many epochs without a new best validation accuracy '
+        '(default: never)',
+    )
+    group.add_argument(
+        '--stop_at',
+        type=number(float, 0, 1, above=True),
+        metavar='ACCURACY',
+        help='end after the epoch that reaches this validation accuracy, such as 0.99 '
+        '(default: never)',
+    )
+    group.add_argument(
         '--max_minutes',
         type=number(float, 0, 1e6, above=True),
         help='save and stop before the process is this old (default: no limit)',

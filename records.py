@@ -28,6 +28,7 @@ BINDING_FLAGS = {'ema', 'fp16', 'model', 'optimizer', 'seed', 'standardize'}
 PASSING_FLAGS = {
     'cache',
     'check',
+    'early_stopping',
     'gradient_packs',
     'histograms',
     'inter_op_threads',
@@ -39,6 +40,7 @@ PASSING_FLAGS = {
     'no_progress',
     'save_every_seconds',
     'staging',
+    'stop_at',
     'summary_steps',
     'trace',
     'variable_device',

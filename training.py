@@ -37,9 +37,11 @@ END_SECONDS = 60
 
 # Where training stands, as variables, so that a checkpoint holds it:
 # global_step: updates so far. epoch: epochs done. epoch_images: images of this epoch
-# consumed. loss_sum, correct: over these images. best_acc: of the epochs done.
+# consumed. loss_sum, correct: over these images. best_acc: of what is in best/.
+# top_acc: of the epochs done, saved in best/ or not. stale_epochs: how many came since.
 State = collections.namedtuple(
-    'State', 'global_step epoch epoch_images loss_sum correct best_acc'
+    'State',
+    'global_step epoch epoch_images loss_sum correct best_acc top_acc stale_epochs',
 )
 
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
@@ -52,8 +54,8 @@ Job = collections.namedtuple(
     'loss_scale',
 )
 
-# op: moves the state to the start of the next epoch. set_best: sets the best accuracy
-# to what is fed to `accuracy`.
+# op: moves the state to the start of the next epoch. set_best: sets `best_acc`. Both
+# take what is fed to `accuracy`, that of the validation images.
 EndOfEpoch = collections.namedtuple('EndOfEpoch', 'op accuracy set_best')
 
 # What the loop calls: functions of a session, each made once; and the `Keeper`.
@@ -87,18 +89,26 @@ def create_state():
         variable('loss_sum', tf.float64),
         variable('correct', tf.int64),
         variable('best_acc', tf.float64, -1),
+        variable('top_acc', tf.float64, -1),
+        variable('stale_epochs', tf.int64),
     )
 
 
 def build_end_of_epoch(state):
     """Builds what an epoch ends with: an `EndOfEpoch`."""
     accuracy = tf.placeholder(tf.float64, [], 'accuracy')
-    op = tf.group(
-        state.epoch.assign_add(1),
-        state.epoch_images.assign(0),
-        state.loss_sum.assign(0),
-        state.correct.assign(0),
-    )
+    top_acc = tf.maximum(accuracy, state.top_acc)
+    stale = tf.cast(accuracy <= state.top_acc, tf.int64)
+    stale_epochs = stale * (state.stale_epochs + 1)
+    with tf.control_dependencies([top_acc, stale_epochs]):  # read before it is written
+        op = tf.group(
+            state.epoch.assign_add(1),
+            state.epoch_images.assign(0),
+            state.loss_sum.assign(0),
+            state.correct.assign(0),
+            state.top_acc.assign(top_acc),
+            state.stale_epochs.assign(stale_epochs),
+        )
     return EndOfEpoch(op, accuracy, state.best_acc.assign(accuracy).op)
 
 
@@ -182,7 +192,7 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
         read_score=lambda: score(*read_sums()),
         evaluate=evaluation.make_evaluate(session, job.evaluation, find_stop),
         check_equality=lambda: None,
-        finish_epoch=session.make_callable(end_of_epoch.op),
+        finish_epoch=session.make_callable(end_of_epoch.op, [end_of_epoch.accuracy]),
         set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
         read_learning_rate=session.make_callable(job.learning_rate),
         read_loss_scale=make_read_loss_scale(session, job.loss_scale),
@@ -301,16 +311,17 @@ def run_epochs(flags, job, calls):
     calls.keeper.write_rows(rows)
     last_step = flags.max_steps or math.inf
     saved = True
-    if now.epoch >= flags.epochs or now.global_step >= last_step:
+    goal = find_goal(flags, now)
+    if now.epoch >= flags.epochs or now.global_step >= last_step or goal:
         log.info(
-            'nothing left to train: %s, %s are done; --epochs and --max_steps count '
-            'from the start',
+            'nothing left to train: %s, %s are done; %s',
             utils.count(now.epoch, 'epoch'),
             utils.count(now.global_step, 'step'),
+            goal or '--epochs and --max_steps count from the start',
         )
         screen.log_score('valid', *calls.evaluate())
     warm_up = WARM_UP_STEPS
-    while now.epoch < flags.epochs and now.global_step < last_step:
+    while now.epoch < flags.epochs and now.global_step < last_step and not goal:
         utils.raise_if(calls.hear())
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
@@ -357,7 +368,28 @@ def run_epochs(flags, job, calls):
         rows.append(make_row(now, train, valid, rate, speed, time.time() - began))
         saved = finish_epoch(calls, rows, now.best_acc)
         now = calls.read_state()
+        goal = find_goal(flags, now)
+        if goal:
+            log.info('%s: the run ends after this epoch', goal)
     return rows, saved
+
+
+def find_goal(flags, state):
+    """Returns why training is over, whatever `--epochs` says, or None.
+
+    A function of what a checkpoint holds: the same on all machines, and after a resume.
+    """
+    if flags.stop_at is not None and state.top_acc >= flags.stop_at:
+        return 'valid/acc %.4f has reached --stop_at %g' % (
+            state.top_acc,
+            flags.stop_at,
+        )
+    if flags.early_stopping and state.stale_epochs >= flags.early_stopping:
+        return 'valid/acc has not been above %.4f for %s, see --early_stopping' % (
+            state.top_acc,
+            utils.count(state.stale_epochs, 'epoch'),
+        )
+    return None
 
 
 def score(epoch_images, loss_sum, correct):
@@ -392,9 +424,9 @@ def finish_epoch(calls, rows, best_acc):
     trained again, and its row and its best checkpoint are written anew; the best one
     before it is there till then.
     """
-    calls.finish_epoch()
-    saved = calls.keeper.write_rows(rows)
     valid_acc = rows[-1]['valid_acc']
+    calls.finish_epoch(valid_acc)
+    saved = calls.keeper.write_rows(rows)
     if valid_acc > best_acc:
         calls.set_best(valid_acc)
         if not calls.keeper.save_best(calls.read_state()):

@@ -219,6 +219,22 @@ def test_only_the_first_keeps_and_prints_and_all_score_every_image_once(
     assert 'nothing left to train' in out and shown in out
 
 
+def test_machines_end_early_after_the_same_epoch(start):
+    # The accuracy stays what it is: the first epoch's is the best.
+    argv = ['--learning_rate', '1e-12', '--batch_size', '250', '--epochs', '9']
+    argv += ['--early_stopping', '2']
+    machines = start(2, *argv, patches=[TOLD_STEPS] * 2)
+    assert_all_end(machines, 0)
+    steps = [re.findall('step .*', machine.read()[1]) for machine in machines]
+    assert steps[0] == steps[1] and len(steps[0]) == 3 * 4
+    assert '2 epochs, see --early_stopping: the run ends' in machines[0].read()[0]
+    assert checkpoints.find('m')[0] == 'm/model.ckpt-3-12'
+    machines = start(2, *argv, patches=[TOLD_STEPS] * 2)
+    assert_all_end(machines, 0)
+    assert 'nothing left to train: 3 epochs, 12 steps' in machines[0].read()[0]
+    assert 'step' not in machines[0].read()[1] + machines[1].read()[1]
+
+
 # Faults
 
 # Where a machine says something and waits to be killed.
