@@ -156,6 +156,8 @@ def test_machines_train_what_the_towers_of_one_machine_train(
 ):
     sgd = ['--optimizer', 'sgd', '--learning_rate', '0.05', '--schedule', 'constant']
     sgd += ['--batch_size', '60', '--epochs', '1']  # 8 and 11 steps
+    sgd += ['--weight_decay', '0.1', '--clip_norm', '0.5', '--label_smoothing', '0.1']
+    sgd += ['--scale_lr', '--warmup_epochs', '0.5']
     patches = [SMOOTH + TOLD_STEPS] * 3
     machines = start(
         number, '--num_gpus', str(towers), *sgd, patches=patches, chief=chief

@@ -26,6 +26,9 @@ from tests.conftest import (
 @pytest.mark.parametrize('num_gpus', [1, 2])
 def test_kill_9_at_any_moment_changes_no_bit(tmp_path, small_dir, num_gpus):
     more = ['--xla', 'off', '--batch_size', '20']
+    if num_gpus == 2:
+        more += ['--weight_decay', '0.1', '--clip_norm', '1', '--schedule', 'step']
+        more += ['--label_smoothing', '0.1', '--warmup_epochs', '1.3', '--scale_lr']
     line = soak.soak(str(tmp_path), small_dir, num_gpus, kills=2, epochs=6, more=more)
     assert line.endswith('all bits and rows equal')
 
