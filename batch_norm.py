@@ -61,11 +61,28 @@ def in_tower(number, group_size=None):
     updates = tf.get_collection_ref(tf.GraphKeys.UPDATE_OPS)
     before = len(updates)
     try:
+        if group_size > 1:
+            _meet(towers[-1])
         yield
     finally:
         towers.pop()
         if number > 0:
             del updates[before:]
+
+
+def _meet(tower):
+    """Lets the towers of a group meet when a session makes its local variables.
+
+    Where they have not, and one fails in the first step, those that wait for it do so
+    for ever on TensorFlow 1.15.
+    """
+    with tf.name_scope('meet'), tf.xla.experimental.jit_scope(compile_ops=False):
+        met = _average(tf.zeros([1]), tower.group_size, next(tower.keys))
+        tf.Variable(
+            tf.cast(met, tf.int32),  # integers stay on the CPU
+            trainable=False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        )
 
 
 def batch_norm(x, training, name='batch_norm'):

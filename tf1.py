@@ -85,7 +85,9 @@ def import_tensorflow():
     """Returns `tensorflow.compat.v1`, v2 behaviour off, and what has no public name."""
     if not VERBOSE:
         # Of several machines, a lost one is told by name: its channels' errors are not.
-        level = '3' if 'cluster' in os.environ.get('TF_CONFIG', '') else '2'
+        # Nor is that towers wait in vain for one that fails, but how it does.
+        quiet = 'cluster' in os.environ.get('TF_CONFIG', '')
+        level = '3' if quiet or '--sync_batch_norm' in sys.argv else '2'
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', level)
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
     with quiet_stderr(), leave_at_once():

@@ -184,6 +184,43 @@ def test_machines_train_what_the_towers_of_one_machine_train(
         assert several[name] == pytest.approx(one[name], rel=1e-5)
 
 
+# Its moving averages are among what the machines must agree on.
+NORMED = """
+import batch_norm
+
+def normed(images, training, num_classes, dropout):
+    x = model.dense(model.flatten(images), 32, 'dense1')
+    x = tf.tanh(batch_norm.batch_norm(x, training))
+    return model.dense(dropout(x), num_classes, 'dense2')
+model.NETWORKS['cnn'] = normed
+"""
+
+
+@pytest.mark.parametrize('flag', [[], ['--sync_batch_norm']])
+def test_batch_norm_over_all_machines_is_that_of_one_tower(start, flag):
+    argv = ['--optimizer', 'sgd', '--learning_rate', '0.05', '--schedule', 'constant']
+    argv += ['--epochs', '1', '--dropout', '0', '--batch_size']
+    patches = [NORMED + TOLD_STEPS] * 2
+    machines = start(2, '--num_gpus', '2', *argv, '60', *flag, patches=patches)
+    assert_all_end(machines, 0)
+    steps = [re.findall('step .*', machine.read()[1]) for machine in machines]
+    assert steps[0] == steps[1] and len(set(steps[0])) == 8
+    os.rename('m', 'several')
+    assert_all_end(start(1, '--num_gpus', '1', *argv, '240', patches=[NORMED]), 0)
+    prefixes = [checkpoints.find(directory)[0] for directory in ('m', 'several')]
+    one, several = map(read_checkpoint, prefixes)
+    assert sorted(one) == sorted(several)
+    differences = {
+        name: np.abs(several[name] - value).max() / max(np.abs(value).max(), 1e-30)
+        for name, value in one.items()
+        if name != 'dense1/bias'  # the batch norm takes it out again
+    }
+    if flag:
+        assert max(differences.values()) <= 1e-4, differences
+    else:
+        assert differences['batch_norm/moving_variance'] > 1e-3
+
+
 def test_only_the_first_keeps_and_prints_and_all_score_every_image_once(
     main, flags, start
 ):

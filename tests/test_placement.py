@@ -93,6 +93,16 @@ def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(
     assert not wrong
 
 
+def test_every_op_of_a_synchronized_batch_norm_has_a_gpu_kernel(gpu_build, small):
+    devices = ['/gpu:%d' % i for i in range(2)]
+    argv = ['--model', 'article', '--sync_batch_norm', '--variable_device', 'gpu']
+    ops = build(train_multi_gpu, devices, small, *argv)
+    placed = [op for op in ops if on_gpu(op)]
+    assert {'CollectiveReduce', 'IdentityN'} <= {op.type for op in placed}
+    wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
+    assert not wrong
+
+
 def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small):
     ops = build(train, '/gpu:0', small, '--staging', *RECIPE)
     placed = [op for op in ops if on_gpu(op)]
