@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import model
+from tests.conftest import assert_mistake, command
 from tf1 import tf
 
 
@@ -56,6 +57,126 @@ def test_the_default_network_takes_any_size(shape, left, parameters):
     assert dense.shape.as_list() == [left * 64, 128]
     assert count_parameters() == parameters
     assert run(logits).tolist() == [[0] * 10] * 2  # no bias yet, nothing to see
+
+
+# By hand, kernels and then what each channel or unit has beside them.
+ARTICLE = 9 * (1 * 4 + 4 * 8 + 8 * 8 + 8 * 8) + 2 * (4 + 8 + 8 + 8)
+ARTICLE += 4 * 4 * 8 * 64 + 64 + 64 * 10 + 10
+CNN = 9 * (16 + 16 * 32 + 32 * 64) + 16 + 32 + 64 + 1024 * 128 + 128 + 128 * 10 + 10
+LENET5 = 25 * (32 + 32 * 64) + 32 + 64 + 7 * 7 * 64 * 512 + 512 + 512 * 10 + 10
+MLP = 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+RESNET20 = 9 * (3 * 16 + 6 * 16 * 16 + 16 * 32 + 5 * 32 * 32 + 32 * 64 + 5 * 64 * 64)
+RESNET20 += 2 * (7 * 16 + 6 * 32 + 6 * 64) + 64 * 10 + 10
+
+
+def test_the_list_of_networks_says_how_large_each_is(main):
+    done = command('model.py')
+    assert done.status == 0 and done.err == ''
+    titles, *lines, last = done.out.splitlines()
+    assert titles.split()[:4] == ['network', 'parameters', 'multiply-adds', 'images']
+    assert last == 'with 10 classes; images may be of any size'
+    rows = {line.split()[0]: line.split()[1:4] for line in lines}
+    found = {
+        name: [int(row[0].replace(',', '')), int(row[1].replace(',', '')), row[2]]
+        for name, row in rows.items()
+    }
+    # Each number of a layer's result takes a kernel's worth of products.
+    area = 28 * 28
+    assert found == {
+        'article': [
+            ARTICLE,
+            9 * (area * 4 + area // 4 * 4 * 8 + area // 16 * 2 * 8 * 8)
+            + 128 * 64
+            + 64 * 10,
+            '28x28x1',
+        ],
+        'cnn': [
+            CNN,
+            9 * (area * 16 + area // 4 * 16 * 32 + area // 16 * 32 * 64)
+            + 1024 * 128
+            + 128 * 10,
+            '28x28x1',
+        ],
+        'lenet5': [
+            LENET5,
+            25 * (area * 32 + area // 4 * 32 * 64) + 3136 * 512 + 512 * 10,
+            '28x28x1',
+        ],
+        'mlp': [MLP, 784 * 256 + 256 * 256 + 256 * 10, '28x28x1'],
+        'resnet20': [RESNET20, 40551040, '32x32x3'],
+    }
+    assert (CNN, LENET5, RESNET20) == (155786, 1663370, 269722)
+    assert 'residual network of 20 layers' in lines[-1]
+    assert_mistake(
+        main('model_description.py', '--what'), 'unrecognized arguments: --what'
+    )
+
+
+@pytest.mark.parametrize('name', sorted(model.NETWORKS))
+@pytest.mark.parametrize('shape', [(1, 1, 1), (8, 8, 3), (3, 5, 2)])
+def test_every_network_takes_small_images_and_can_be_trained(name, shape):
+    images = np.random.RandomState(0).rand(4, *shape).astype(np.float32)
+    logits = model.NETWORKS[name](tf.constant(images), True, 3, lambda x: x)
+    with tf.variable_scope('', reuse=True):
+        evaluated = model.NETWORKS[name](tf.constant(images), False, 3, lambda x: x)
+    assert logits.shape.as_list() == evaluated.shape.as_list() == [4, 3]
+    gradients = tf.gradients(tf.reduce_sum(logits**2), tf.trainable_variables())
+    assert None not in gradients
+    for value in run([logits, evaluated] + gradients):
+        assert np.isfinite(value).all()
+
+
+@pytest.mark.parametrize('name', sorted(model.NETWORKS))
+@pytest.mark.parametrize('training', [True, False])
+def test_every_network_computes_in_the_type_of_its_images(name, training):
+    images = np.random.RandomState(0).rand(2, 6, 6, 1).astype(np.float32)
+    logits = []
+    for dtype in (tf.float16, tf.float32):
+        with tf.variable_scope('', reuse=bool(logits)):
+            x = tf.constant(images, dtype)
+            logits.append(model.NETWORKS[name](x, training, 3, lambda x: x))
+    assert [x.dtype for x in logits] == [tf.float16, tf.float32]
+    assert {v.dtype.base_dtype for v in tf.global_variables()} == {tf.float32}
+    products = {
+        op.inputs[0].dtype
+        for op in tf.get_default_graph().get_operations()
+        if op.type in ('Conv2D', 'MatMul')
+    }
+    assert products == {tf.float16, tf.float32}
+    if not training or name not in ('article', 'resnet20'):
+        # (With the statistics of two images a rounding error becomes large.)
+        half, single = run(logits)
+        np.testing.assert_allclose(half, single, atol=0.02 * np.abs(single).max())
+
+
+def test_a_convolution_before_batch_norm_has_no_bias():
+    for name in ('article', 'resnet20'):
+        with tf.variable_scope(name):
+            model.NETWORKS[name](tf.zeros([1, 8, 8, 1]), False, 10, lambda x: x)
+    biases = [v.op.name for v in tf.trainable_variables() if v.op.name.endswith('bias')]
+    assert biases == ['article/dense1/bias', 'article/dense2/bias'] + [
+        'resnet20/dense/bias'
+    ]
+
+
+def test_a_block_that_halves_has_a_shortcut_without_parameters():
+    x = np.random.RandomState(0).rand(2, 5, 4, 16).astype(np.float32)
+    y = model.basic_block(tf.constant(x), 32, 2, training=False)
+    shapes = {v.op.name: v.shape.as_list() for v in tf.trainable_variables()}
+    assert {n: s for n, s in shapes.items() if 'kernel' in n} == {
+        'conv1/kernel': [3, 3, 16, 32],
+        'conv2/kernel': [3, 3, 32, 32],
+    }
+    # With the last scale at zero only the shortcut is left.
+    with tf.variable_scope('conv2/batch_norm', reuse=True):
+        gamma = tf.get_variable('gamma', [32])
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(gamma.assign(tf.zeros([32])))
+        y = session.run(y)
+    wanted = np.zeros([2, 3, 2, 32], np.float32)
+    wanted[..., 8:24] = x[:, ::2, ::2]
+    assert (y == wanted).all()
 
 
 def test_loss_is_the_mean_of_the_cross_entropies():
