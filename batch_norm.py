@@ -54,14 +54,15 @@ def in_tower(number, group_size=None):
     Args:
       number: of the tower, among those of its machine.
       group_size: of how many towers, on all machines, the statistics are; None for
-        the tower's own. Every tower must build the same: one that is run alone waits for ever.
+        the tower's own. Every tower must build the same: one that is run alone waits
+        for ever.
     """
     towers = tf.get_collection_ref(TOWERS)
     towers.append(Tower(number, group_size, itertools.count(FIRST_KEY)))
     updates = tf.get_collection_ref(tf.GraphKeys.UPDATE_OPS)
     before = len(updates)
     try:
-        if group_size > 1:
+        if (group_size or 1) > 1:
             _meet(towers[-1])
         yield
     finally:

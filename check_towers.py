@@ -68,6 +68,7 @@ def check(flags, devices, data, threads, build_model, build_gradients):
             xla = utils.use_xla(flags.xla, towers)
             with utils.open_session(devices, threads, xla) as session:
                 session.run(tf.global_variables_initializer())
+                session.run(tf.local_variables_initializer())
                 for name, value in (weights or {}).items():
                     variables[name].load(value, session)
                 weights = session.run(variables)
