@@ -9,7 +9,7 @@ import itertools
 
 from cluster import name_machine
 from tf1 import tf
-from utils import UserError
+from utils import UserError, list_few
 
 # One group of all machines; each op has an instance key of its own.
 GROUP_KEY = 1
@@ -130,7 +130,7 @@ def build_broadcast(variables, machines, key):
     by_dtype = collections.OrderedDict()
     for variable in variables:
         # As integers, of which zero added changes none: minus zero would become zero.
-        bits = _to_bits(variable)
+        bits = to_bits(variable)
         bits = bits if first else tf.zeros_like(bits)
         by_dtype.setdefault(bits.dtype, []).append((variable, bits))
     assigns = []
@@ -143,7 +143,7 @@ def build_broadcast(variables, machines, key):
     return tf.group(*assigns)
 
 
-def _to_bits(variable):
+def to_bits(variable):
     """Returns a variable's bits as int32, or int64 where that has no room for them."""
     value, dtype = tf.identity(variable), variable.dtype.base_dtype
     if dtype.is_floating:
@@ -167,7 +167,7 @@ def build_fingerprints(variables, machines, key):
     """Returns int64 [machines, variables]: a hash of each variable of each machine."""
     hashes = []
     for variable in variables:
-        bits = tf.cast(tf.reshape(_to_bits(variable), [-1]), tf.int64)
+        bits = tf.cast(tf.reshape(to_bits(variable), [-1]), tf.int64)
         factors = _mix(tf.range(bits.shape.num_elements(), dtype=tf.int64))
         hashes.append(tf.reduce_sum(bits * factors))
     return gather([tf.stack(hashes)], machines, key)[0]
@@ -198,11 +198,7 @@ def find_difference(fingerprints, names, machines):
         differing = [n for n, a, b in zip(names, own, fingerprints[0]) if a != b]
         if differing:
             return (
-                '%s holds other values than machine 0 of %s%s: have all the same '
+                '%s holds other values than machine 0 of %s: have all the same '
                 'processors, libraries and network?'
-            ) % (
-                name_machine(machines, index),
-                ', '.join(differing[:3]),
-                ' and %d more' % (len(differing) - 3) if len(differing) > 3 else '',
-            )
+            ) % (name_machine(machines, index), list_few(differing))
     return None

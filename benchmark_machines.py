@@ -13,6 +13,7 @@ import command_line
 import data_sets
 import keeper
 import model
+import replicas
 import screen
 import sessions
 import train_multi_gpu
@@ -39,6 +40,7 @@ def prepare(argument):
     flags = command_line.parse('', model.NETWORKS, True, argument['training'])
     flags.save_every_seconds = flags.step_timeout = math.inf  # others have their turns
     machines = Machines(argument['addresses'], argument['index'])
+    replicas.check_machines(flags, machines)
     take_cores(machines)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     data = data_sets.load(flags, utils.choose_threads(flags, devices.towers))

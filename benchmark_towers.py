@@ -137,7 +137,7 @@ def _open_job(
             [tf.global_variables_initializer(), tf.local_variables_initializer()],
             job.feeds,
         )
-        session.run(job.pipeline.start)
+        session.run([job.replicas.copy, job.pipeline.start])
         stack.enter_context(training.queue_runners(session))
         kept = keeper.NOTHING._replace(events=events)
         calls = training.make_calls(session, job, end_of_epoch, lambda: None, kept)

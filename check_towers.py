@@ -30,8 +30,9 @@ def check(flags, devices, data, threads, build_model, build_gradients):
       data: the `DataSet`, of which the images' shape and the classes count.
       threads: what `utils.choose_threads` returned.
       build_model: (images, labels, training) -> `ModelSpec`, with nothing random.
-      build_gradients: (device strings, batches, build_tower) -> list of
-        (gradient, variable), averaged over the towers.
+      build_gradients: (device strings, batches, build_tower) -> (list of
+        (gradient, variable), averaged over the towers; op that gives the towers the
+        same weights).
 
     Raises:
       RunFailed: by more than rounding explains.
@@ -56,10 +57,11 @@ def check(flags, devices, data, threads, build_model, build_gradients):
             tf.set_random_seed(flags.seed)
             fed = [tf.placeholder(a.dtype, a.shape) for a in (images, labels)]
             batches = list(zip(*[tf.split(t, len(towers)) for t in fed]))
-            gradients = [
-                (tf.convert_to_tensor(gradient), variable)
-                for gradient, variable in build_gradients(towers, batches, build_tower)
-            ]
+            grads_and_vars, copy = build_gradients(towers, batches, build_tower)
+            gradients = {
+                variable.op.name: tf.convert_to_tensor(gradient)
+                for gradient, variable in grads_and_vars
+            }
             normalized = bool(
                 batch_norm.average_statistics(len(towers))
                 or batch_norm.get_own_updates()
@@ -71,11 +73,9 @@ def check(flags, devices, data, threads, build_model, build_gradients):
                 session.run(tf.local_variables_initializer())
                 for name, value in (weights or {}).items():
                     variables[name].load(value, session)
+                session.run(copy)
                 weights = session.run(variables)
-                found = session.run(
-                    {v.op.name: g for g, v in gradients},
-                    dict(zip(fed, (images, labels))),
-                )
+                found = session.run(gradients, dict(zip(fed, (images, labels))))
         return weights, found
 
     weights, many = compute(devices.towers)

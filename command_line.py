@@ -56,8 +56,19 @@ def parse(description, networks, towers, argv=None):
         )
     if not towers:
         flags.num_gpus = 1
+    elif flags.variables == 'replicated':
+        _check_replicated(flags)
     find_network(flags.model, networks)
     return flags
+
+
+def _check_replicated(flags):
+    for name, plain in (('variable_device', 'cpu'), ('gradient_packs', 0)):
+        if getattr(flags, name) != plain:
+            raise UserError(
+                '--variables replicated has each variable on each tower and its '
+                'gradients in one buffer: drop --%s' % name
+            )
 
 
 class Parser(argparse.ArgumentParser):
@@ -398,6 +409,12 @@ def add_device_choice(group, towers=True):
 def _add_devices(group, towers):
     add_device_choice(group, towers)
     if towers:
+        group.add_argument(
+            '--variables',
+            choices=('shared', 'replicated'),
+            default='shared',
+            help='one set for all towers, or a copy on each tower (default: shared)',
+        )
         group.add_argument(
             '--variable_device',
             choices=('cpu', 'gpu', 'spread'),

@@ -105,10 +105,11 @@ def update_if_finite(loss_scale, gradients, update):
     Args:
       loss_scale: a `LossScale`; None: `update` is run whatever they are.
       gradients: list of float32 tensors or `IndexedSlices`.
-      update: () -> an op; variables that it creates have initial values of their own.
+      update: () -> list of ops; variables that it creates have initial values of their
+        own.
 
     Returns:
-      An op.
+      A list of ops.
     """
     if loss_scale is None:
         return update()
@@ -122,9 +123,9 @@ def update_if_finite(loss_scale, gradients, update):
         (good_steps, tf.where(grows, tf.zeros_like(good), good)),
         (skipped, skipped + tf.cast(tf.logical_not(finite), tf.int64)),
     ]
-    updated = tf.cond(finite, lambda: tf.group(update()), tf.no_op)
+    updated = tf.cond(finite, lambda: tf.group(*update()), tf.no_op)
     with tf.control_dependencies([updated] + [value for _, value in new]):
-        return tf.group(*[variable.assign(value) for variable, value in new])
+        return [variable.assign(value) for variable, value in new]
 
 
 def _add_up(gradients):

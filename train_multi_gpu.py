@@ -1,4 +1,4 @@
-"""Trains one model on several GPUs: a tower on each, from shared variables."""
+"""Trains one model on several GPUs: a tower on each."""
 
 import functools
 import itertools
@@ -19,6 +19,7 @@ import mixed_precision
 import model
 import networks
 import records
+import replicas
 import training
 import updates
 import utils
@@ -34,6 +35,7 @@ def main():
         raise UserError(
             '--check compares the towers of one machine: drop it, or TF_CONFIG'
         )
+    replicas.check_machines(flags, machines)
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     with records.claim_model_dir(flags, len(devices.towers), machines) as model_dir:
         threads = records.choose_threads(flags, devices, model_dir)
@@ -89,7 +91,12 @@ def build_job(
             )
 
     learning_rate = updates.learning_rate(flags, state, pipeline)
-    optimizer = updates.create_optimizer(flags.optimizer, learning_rate)
+    # One for each copy of the variables.
+    replicated = flags.variables == 'replicated' and len(devices) > 1
+    optimizer, *more_optimizers = [
+        updates.create_optimizer(flags.optimizer, learning_rate)
+        for _ in (devices if replicated else devices[:1])
+    ]
     loss_scale = mixed_precision.create_loss_scale(flags.fp16)
     specs, tower_grads = build_towers(
         devices,
@@ -98,22 +105,32 @@ def build_job(
         optimizer,
         utils.use_xla(flags.xla, devices),
         utils.place_variables(flags.variable_device, devices),
+        replicated,
         loss_scale,
     )
-    packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
-    gradients = gradient_packs.unpack(average_gradients(packed))
-    gradients = mixed_precision.scale_down(gradients, loss_scale)
+    # A list for each copy of the variables.
+    averaged = average_towers(flags, devices, specs, tower_grads, pipeline.puts)
+    averaged = [mixed_precision.scale_down(grads, loss_scale) for grads in averaged]
     statistics = batch_norm.average_statistics(len(devices))
     if flags.sync_batch_norm:
         batch_norm.check_synchronized(statistics)
     sums = updates.sum_up(specs)
     means, sums, puts, micro_steps = accumulation.accumulate(
-        gradients + statistics, sums, pipeline.puts, flags.accumulate
+        [*itertools.chain(*averaged), *statistics],
+        sums,
+        pipeline.puts,
+        flags.accumulate,
     )
     if machines != cluster.ONE:
         means, sums = average_over_machines(means, sums, machines)
-    gradients, statistics = means[: len(gradients)], means[len(gradients) :]
-    gradients = updates.clip(gradients, flags.clip_norm, loss_scale)
+    means = iter(means)
+    gradients, *of_copies = [
+        updates.clip(
+            list(itertools.islice(means, len(grads))), flags.clip_norm, loss_scale
+        )
+        for grads in averaged
+    ]
+    statistics = list(means)
     averages = weight_averages.create(flags.ema, state.global_step)
     train_op = updates.apply_gradients(
         optimizer,
@@ -127,6 +144,7 @@ def build_job(
         flags.weight_decay,
         averages,
         loss_scale,
+        list(zip(more_optimizers, of_copies)),
     )
     evaluated, more_feeds = evaluation.build(
         data.valid,
@@ -145,23 +163,43 @@ def build_job(
         feeds,
         micro_steps,
         loss_scale,
+        replicas.build(len(devices)) if replicated else replicas.NONE,
     )
+
+
+def average_towers(flags, devices, specs, tower_grads, puts=()):
+    """Averages the gradients of the towers as `--variables` asks.
+
+    Returns:
+      A list of lists of (gradient, variable): one for each copy of the variables.
+    """
+    if flags.variables == 'replicated' and len(devices) > 1:
+        # What may fail, before any tower waits for another.
+        losses = [spec.losses for spec in specs]
+        return replicas.average_gradients(
+            leave_out_untrained(tower_grads), devices, losses + list(puts)
+        )
+    packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
+    return [gradient_packs.unpack(average_gradients(packed))]
 
 
 def check(flags, devices, data, threads):
     """Compares a step of the towers with one of a single tower, as `--check` asks."""
 
     def build_gradients(devices, batches, build_tower):
-        _, tower_grads = build_towers(
+        replicated = flags.variables == 'replicated' and len(devices) > 1
+        specs, tower_grads = build_towers(
             devices,
             batches,
             build_tower,
             updates.create_optimizer('sgd', 1.0),
             utils.use_xla(flags.xla, devices),
             utils.place_variables(flags.variable_device, devices),
+            replicated,
         )
-        packed = gradient_packs.pack(tower_grads, flags.gradient_packs)
-        return gradient_packs.unpack(average_gradients(packed))
+        gradients, *_ = average_towers(flags, devices, specs, tower_grads)
+        copy = replicas.build(len(devices)).copy if replicated else ()
+        return gradients, copy
 
     build_model = functools.partial(
         model.model_fn,
@@ -180,6 +218,7 @@ def build_towers(
     optimizer,
     xla=False,
     place_variable=utils.on_cpu,
+    replicated=False,
     loss_scale=None,
 ):
     """Builds a tower per device; all share the variables that the first creates.
@@ -191,6 +230,7 @@ def build_towers(
       optimizer: a `tf.train.Optimizer`.
       xla: whether XLA compiles the towers.
       place_variable: (op of a variable) -> the device it goes to.
+      replicated: whether instead each tower has a copy of them on its device.
       loss_scale: what `mixed_precision.create_loss_scale` returned.
 
     Returns:
@@ -199,12 +239,15 @@ def build_towers(
     """
     specs, tower_grads = [], []
     for tower, (device, batch) in enumerate(zip(devices, batches)):
+        if replicated:
+            place_variable = utils.place_variables('gpu', [device])
         place = utils.on_tower(device, tower > 0, xla, place_variable)
-        with place, tf.name_scope('tower_%d' % tower):
+        own_variables = replicas.own_variables(tower, replicated)
+        with place, tf.name_scope('tower_%d' % tower), own_variables as variables:
             spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.
             loss = mixed_precision.scale_up(spec.loss, loss_scale)
-            grads = optimizer.compute_gradients(loss)
+            grads = optimizer.compute_gradients(loss, variables)
             grads, spec = updates.check_finite(grads, spec, tower, loss_scale)
         tower_grads.append(grads)
         specs.append(spec)
@@ -229,27 +272,42 @@ def average_gradients(tower_grads):
       ValueError: there are no towers or no gradients, or a tower has other variables
         than tower 0.
     """
-    if not tower_grads:
-        raise ValueError('average_gradients: no towers')
-    _check_same_variables(tower_grads)
     averaged = []
-    for pairs in zip(*tower_grads):
+    for pairs in zip(*leave_out_untrained(tower_grads)):
         variable = pairs[0][1]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        if gradients:
-            with tf.device(variable.device), tf.name_scope('average'):
-                averaged.append((_mean(gradients, len(pairs)), variable))
-        else:
-            log.warning('%s has no gradient in any tower: not trained', variable.name)
-    if not averaged:
-        raise ValueError('average_gradients: no variable has a gradient in any tower')
+        with tf.device(variable.device), tf.name_scope('average'):
+            averaged.append((_mean(gradients, len(pairs)), variable))
     return averaged
 
 
+def leave_out_untrained(tower_grads):
+    """Returns `tower_grads` without what is None in every tower.
+
+    See `average_gradients`, also for what is raised.
+    """
+    if not tower_grads:
+        raise ValueError('average_gradients: no towers')
+    _check_same_variables(tower_grads)
+    trained = []
+    for pairs in zip(*tower_grads):
+        if any(gradient is not None for gradient, _ in pairs):
+            trained.append(pairs)
+        else:
+            name = pairs[0][1].name
+            log.warning('%s has no gradient in any tower: not trained', name)
+    if not trained:
+        raise ValueError('average_gradients: no variable has a gradient in any tower')
+    return list(zip(*trained))
+
+
 def _check_same_variables(tower_grads):
-    expected = [variable.name for _, variable in tower_grads[0]]
-    for tower, grads in enumerate(tower_grads):
-        names = [variable.name for _, variable in grads]
+    names_of_towers = [
+        [replicas.plain_name(variable.name) for _, variable in grads]
+        for grads in tower_grads
+    ]
+    expected = names_of_towers[0]
+    for tower, names in enumerate(names_of_towers):
         for name, wanted in itertools.zip_longest(names, expected):
             if name != wanted:
                 raise ValueError(

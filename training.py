@@ -14,6 +14,7 @@ import decoding
 import evaluation
 import input_pipeline
 import records
+import replicas
 import screen
 import stopping
 import summaries
@@ -47,12 +48,13 @@ State = collections.namedtuple(
 # What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
 # over the towers. train_op: what `apply_gradients` returns. feeds: for the
 # initialisers. micro_steps: ops that a step runs before train_op. loss_scale: a
-# `LossScale` or None.
+# `LossScale` or None. replicas: `Replicas`, where towers have variables of their own.
 Job = collections.namedtuple(
     'Job',
     'state learning_rate gradients train_op pipeline evaluation feeds micro_steps '
-    'loss_scale',
+    'loss_scale replicas',
 )
+Job.__new__.__defaults__ = ([], None, replicas.NONE)
 
 # op: moves the state to the start of the next epoch. set_best: sets `best_acc`. Both
 # take what is fed to `accuracy`, that of the validation images.
@@ -161,6 +163,7 @@ def run(flags, devices, data, job, model_dir, machines=cluster.ONE):
         restored = model_dir and checkpoints.restore(saver, session, model_dir)
         if equality:
             session.run(equality.broadcast)
+        session.run(job.replicas.copy)
         session.run(job.pipeline.start)
         config = records.describe(flags, devices, data, threads, machines)
         step = session.run(job.state.global_step)
@@ -172,6 +175,8 @@ def run(flags, devices, data, job, model_dir, machines=cluster.ONE):
                 open_keeper(flags, session, saver, job, summary, model_dir, step)
             )
         calls = make_calls(session, job, end_of_epoch, find_stop, keeper)
+        if job.replicas.names:
+            calls = add_replicas(calls, session, job.replicas)
         if watch:
             calls = add_machines(calls, session, job, equality, machines, watch)
         leave = watch.leave if watch else utils.leave
@@ -222,6 +227,35 @@ def make_read_loss_scale(session, loss_scale):
         return lambda: None
     read = session.make_callable(list(loss_scale))
     return lambda: loss_scale._make(read())
+
+
+def add_replicas(calls, session, copies):
+    """Returns the `Calls` of a run in which towers have variables of their own.
+
+    That they are equal is checked after the first step of a process and when an epoch
+    ends.
+
+    Args:
+      calls: the `Calls` of one machine.
+      session: where the variables are.
+      copies: the `Replicas`.
+    """
+    checked = False
+    read_equal = session.make_callable(copies.equal)
+
+    def hear(*wishes):
+        nonlocal checked
+        if wishes and not checked:  # after a step, not before an epoch
+            checked = True
+            check_equality()
+        return calls.hear(*wishes)
+
+    def check_equality():
+        difference = replicas.find_difference(read_equal(), copies.names)
+        if difference:
+            raise RunFailed(difference)
+
+    return calls._replace(hear=hear, check_equality=check_equality)
 
 
 def add_machines(calls, session, job, equality, machines, watch):

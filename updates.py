@@ -5,6 +5,7 @@ import math
 
 import batch_norm
 import mixed_precision
+import replicas
 from tf1 import tf
 from utils import log
 
@@ -163,6 +164,7 @@ def apply_gradients(
     weight_decay=0,
     averages=None,
     loss_scale=None,
+    copies=(),
 ):
     """Builds one step: one update, and the epoch's running sums.
 
@@ -180,6 +182,9 @@ def apply_gradients(
       weight_decay: which share of each kernel, times the learning rate, is taken off.
       averages: what `weight_averages.create` returned.
       loss_scale: what `mixed_precision.create_loss_scale` returned.
+      copies: for each tower that has variables of its own, (optimizer,
+        grads_and_vars): what an optimizer keeps beside its slots it would advance with
+        every use.
 
     Returns:
       train_op, which runs the step: float32 [3 + machines], the mean loss and the
@@ -196,25 +201,25 @@ def apply_gradients(
     )
     if sums.wishes is not None:
         metrics = tf.concat([metrics, sums.wishes], axis=0)
-    averaged = [average for average, _ in [*grads_and_vars, *statistics]]
+    pairs = [(optimizer, grads_and_vars), *copies]
+    gradients = [gradient for _, grads in pairs for gradient, _ in grads]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
-    read = averaged + [learning_rate, sums.loss, num_correct] + list(puts)
+    read = gradients + [mean for mean, _ in statistics]
+    read += [learning_rate, sums.loss, num_correct] + list(puts)
 
     def update_variables():
-        # Both write the kernels: without an order bits would depend on which won.
-        with tf.control_dependencies(
-            decay(grads_and_vars, learning_rate, weight_decay)
-        ):
-            return optimizer.apply_gradients(grads_and_vars)
+        updates = []
+        for tower, (own, grads) in enumerate(pairs):
+            # Both write the kernels: without an order bits would depend on which won.
+            decays = decay(grads, learning_rate, weight_decay)
+            with tf.control_dependencies(decays), replicas.own_slots(tower):
+                updates.append(own.apply_gradients(grads))
+        return updates
 
     with tf.control_dependencies(read):
         update = tf.group(
-            mixed_precision.update_if_finite(
-                loss_scale,
-                [gradient for gradient, _ in grads_and_vars],
-                update_variables,
-            ),
+            *mixed_precision.update_if_finite(loss_scale, gradients, update_variables),
             state.global_step.assign_add(1),
             state.epoch_images.assign_add(sums.images),
             state.loss_sum.assign_add(sums.loss),
@@ -280,7 +285,7 @@ def check_finite(grads_and_vars, spec, tower, loss_scale=None):
     def check_gradient(gradient, variable):
         if gradient is None:
             return None
-        what = 'the gradient of %s' % variable.op.name
+        what = 'the gradient of %s' % replicas.plain_name(variable.op.name)
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         # A sum is not finite where a value is not, and takes a quarter of the time. (So
         # it is where values of 1e33 add up: as lost a run.)

@@ -266,6 +266,12 @@ def count(number, noun):
     return '%d %s%s' % (number, noun, '' if number == 1 else 's')
 
 
+def list_few(names):
+    """Returns 'a, b, c and 2 more'."""
+    more = ' and %d more' % (len(names) - 3) if len(names) > 3 else ''
+    return ', '.join(names[:3]) + more
+
+
 def open_bar(title, unit, things=None, total=None):
     """Returns a tqdm bar for what comes before a run, on a terminal only."""
     tqdm.monitor_interval = 0  # its thread would outlive it

@@ -222,7 +222,7 @@ def start(job, devices, place=()):
             job.feeds,
         )
         session.run(place)
-        session.run(job.pipeline.start)
+        session.run([job.replicas.copy, job.pipeline.start])
         with training.queue_runners(session):
             session.run(job.pipeline.prefill)
             yield session

@@ -73,6 +73,7 @@ LEVERS = [
     ['--variable_device', 'gpu'],
     ['--variable_device', 'gpu', '--gradient_packs', '2'],
     ['--variable_device', 'spread'],
+    ['--variables', 'replicated', '--staging'],
     ['--variable_device', 'spread', '--gradient_packs', '1', '--staging'],
 ]
 
@@ -80,7 +81,12 @@ LEVERS = [
 @pytest.mark.parametrize(
     'optimizer, levers',
     [('adam', levers) for levers in LEVERS]
-    + [(optimizer, LEVERS[-1]) for optimizer in OPTIMIZERS if optimizer != 'adam'],
+    + [
+        (optimizer, levers)
+        for optimizer in OPTIMIZERS
+        if optimizer != 'adam'
+        for levers in LEVERS[-2:]
+    ],
 )
 def test_every_op_of_four_gpu_towers_has_a_gpu_kernel(
     gpu_build, small, optimizer, levers
@@ -178,8 +184,44 @@ def test_variables_and_their_slots_are_where_the_flag_says(small, choice, places
             assert 'cpu:0' in variable.device.lower(), name
 
 
-def test_only_initial_values_are_left_to_the_placer(small):
-    ops = build(train_multi_gpu, ['/gpu:0', '/gpu:1'], small)
+def test_replicated_variables_their_slots_and_their_updates_are_on_the_towers_gpu(
+    small,
+):
+    devices = ['/gpu:%d' % i for i in range(4)]
+    ops = build(train_multi_gpu, devices, small, '--variables', 'replicated')
+    own = tf.trainable_variables()
+    own += [
+        v for v in tf.global_variables() if v.op.name.endswith(('/Adam', '/Adam_1'))
+    ]
+    for variable in own:
+        assert variable.device.lower().endswith('gpu:0')
+    copies = [v for v in tf.local_variables() if v.op.name.startswith('replica_')]
+    assert len(own) == 30 and len(copies) == 3 * (30 + 2)  # and Adam's two powers
+    for variable in copies:
+        tower = int(variable.op.name[len('replica_')])
+        assert variable.device.lower().endswith('gpu:%d' % tower), variable.op.name
+    updates = [op for op in ops if op.type == 'ApplyAdam']
+    assert len(updates) == 4 * 10
+    for op in updates:
+        # It follows its variable.
+        (group,) = op.colocation_groups()
+        assert group[5:].decode() == op.inputs[0].op.name
+        for tensor in op.inputs:
+            if 'average' in tensor.op.name:
+                assert tensor.device == op.inputs[0].device
+    reduces = [op for op in ops if op.type == 'CollectiveReduce']
+    assert [op.device.lower()[-5:] for op in reduces] == [
+        'gpu:%d' % i for i in range(4)
+    ]
+    for name in ('global_step', 'training/epoch'):
+        op = tf.get_default_graph().get_operation_by_name(name)
+        assert not on_gpu(op)
+
+
+@pytest.mark.parametrize('variables', ['shared', 'replicated'])
+def test_only_initial_values_are_left_to_the_placer(small, variables):
+    devices = ['/gpu:0', '/gpu:1']
+    ops = build(train_multi_gpu, devices, small, '--variables', variables)
     homeless = [
         op.name for op in ops if not op.device and '/Initializer/' not in op.name
     ]
