@@ -61,10 +61,10 @@ def accumulate(grads_and_vars, sums, puts, count):
         add = tf.group(*additions, number.assign_add(1))
         begin_again = number.assign(0)
     *totals, loss, correct = totals
-    means = [
-        (total * (1.0 / count), variable)
-        for total, (_, variable) in zip(totals, grads_and_vars)
-    ]
+    means = []
+    for total, (_, variable) in zip(totals, grads_and_vars):
+        with tf.device(total.device):
+            means.append((total * (1.0 / count), variable))
     sums = sums._replace(loss=loss, correct=correct, images=sums.images * count)
     return means, sums, puts + [begin_again], [start] + [add] * (count - 2)
 

@@ -352,7 +352,7 @@ def _add_recipe(group, towers):
         '--scale_lr',
         action='store_true',
         help='multiply --learning_rate by the images per step / --batch_size: by '
-        'towers x machines',
+        'towers x machines x micro-steps',
     )
     group.add_argument(
         '--accumulate',

@@ -90,13 +90,14 @@ def scale_down(grads_and_vars, loss_scale):
     with tf.control_dependencies([checked]):
         factor = 1 / scale
 
-    def divide(gradient):
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values * factor
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient * factor
+    def divide(gradient, variable):
+        with tf.device(variable.device):
+            if isinstance(gradient, tf.IndexedSlices):
+                values = gradient.values * factor
+                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            return gradient * factor
 
-    return [(divide(gradient), variable) for gradient, variable in grads_and_vars]
+    return [(divide(g, v), v) for g, v in grads_and_vars]
 
 
 def update_if_finite(loss_scale, gradients, update):
@@ -130,5 +131,10 @@ def update_if_finite(loss_scale, gradients, update):
 
 def _add_up(gradients):
     """Returns the sum of all their values, which is not finite where one is not."""
-    parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    return tf.add_n([tf.reduce_sum(part) for part in parts])
+    sums = []
+    for gradient in gradients:
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        values = gradient.values if sparse else gradient
+        with tf.device(values.device):
+            sums.append(tf.reduce_sum(values))
+    return tf.add_n(sums)

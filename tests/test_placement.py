@@ -65,9 +65,13 @@ def test_the_proof_refuses_what_has_no_gpu_kernel(gpu_build):
 
 
 RECIPE = ['--weight_decay', '0.1', '--clip_norm', '1', '--label_smoothing', '0.1']
+MEMORY = ['--fp16', '--ema', '0.9', '--accumulate', '3']
 LEVERS = [
     [],
     RECIPE,
+    MEMORY,
+    ['--variables', 'replicated'] + MEMORY + RECIPE,
+    ['--variable_device', 'spread'] + MEMORY + RECIPE,
     ['--variable_device', 'spread'] + RECIPE,
     ['--staging', '--gradient_packs', '3'],
     ['--variable_device', 'gpu'],
@@ -109,8 +113,9 @@ def test_every_op_of_a_synchronized_batch_norm_has_a_gpu_kernel(gpu_build, small
     assert not wrong
 
 
-def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small):
-    ops = build(train, '/gpu:0', small, '--staging', *RECIPE)
+@pytest.mark.parametrize('more', [RECIPE, MEMORY + RECIPE])
+def test_every_op_of_the_baseline_has_a_gpu_kernel(gpu_build, small, more):
+    ops = build(train, '/gpu:0', small, '--staging', *more)
     placed = [op for op in ops if on_gpu(op)]
     assert len(placed) > 100
     wrong = ['%s (%s)' % (op.name, op.type) for op in placed if not has_gpu_kernel(op)]
