@@ -195,8 +195,8 @@ def test_advice_where_more_towers_gain_nothing(rates, cores, device, advice):
 def slow_input(seconds):
     """In place of `input_pipeline.build`: a constant batch, each after `seconds`."""
 
-    def build(examples, batch_size, num_towers, seed, state, machines, augment):
-        del seed, state, machines, augment
+    def build(examples, batch_size, num_towers, *settings):
+        del settings
         wait = tf.py_func(lambda: time.sleep(seconds), [], [], stateful=True)
         with tf.control_dependencies([wait] if wait else []):
             batches = [

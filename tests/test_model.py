@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mixed_precision
 import model
 from tests.conftest import assert_mistake, command
 from tf1 import tf
@@ -134,7 +135,8 @@ def test_every_network_computes_in_the_type_of_its_images(name, training):
     for dtype in (tf.float16, tf.float32):
         with tf.variable_scope('', reuse=bool(logits)):
             x = tf.constant(images, dtype)
-            logits.append(model.NETWORKS[name](x, training, 3, lambda x: x))
+            with mixed_precision.variables_as(dtype):
+                logits.append(model.NETWORKS[name](x, training, 3, lambda x: x))
     assert [x.dtype for x in logits] == [tf.float16, tf.float32]
     assert {v.dtype.base_dtype for v in tf.global_variables()} == {tf.float32}
     products = {

@@ -306,6 +306,12 @@ def written_network(text):
         file.write('import tensorflow.compat.v1 as tf\n' + text)
 
 
+UNKNOWN = (
+    'there is no such network: name one of article, cnn, lenet5, mlp, resnet20, '
+    'path/file.py:function, package.module:function\n'
+)
+
+
 @pytest.mark.parametrize(
     'name, told',
     [
@@ -317,10 +323,10 @@ def written_network(text):
         ('gone:f', 'there is no module gone, neither in {here} nor where Python looks'),
         ('gone.deep:f', 'there is no module gone.deep, neither in {here} nor where '),
         ('nets.no:f', 'there is no module nets.no, neither in {here} nor where Python'),
-        ('mlp', 'there is no such network: name one of cnn, path/file.py:function, '),
-        (':f', 'there is no such network: name one of cnn, path/file.py:function, pa'),
-        ('..nets:f', 'there is no such network: name one of cnn, path/file.py:func'),
-        ('', 'there is no such network: name one of cnn, path/file.py:function, pack'),
+        ('net', UNKNOWN),
+        (':f', UNKNOWN),
+        ('..nets:f', UNKNOWN),
+        ('', UNKNOWN),
     ],
 )
 @pytest.mark.parametrize('script', ['train.py', 'train_multi_gpu.py', 'benchmark.py'])

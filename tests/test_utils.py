@@ -82,7 +82,7 @@ def test_the_defaults():
 
 def test_help_names_every_flag_on_lines_of_80_columns():
     of_towers = {'num_gpus', 'variables', 'variable_device', 'gradient_packs'}
-    of_towers |= {'start_timeout', 'step_timeout'}
+    of_towers |= {'start_timeout', 'step_timeout', 'check', 'sync_batch_norm'}
     for script in ('train.py', 'train_multi_gpu.py'):
         shown = subprocess.check_output(
             [sys.executable, ROOT + '/' + script, '--help'],
