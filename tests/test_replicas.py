@@ -172,7 +172,8 @@ def variable(name, shape, dtype=tf.float32):
     return tf.get_variable(name, shape, dtype, initializer=tf.zeros_initializer())
 
 
-def test_gradients_of_any_kind_are_averaged(caplog):
+def test_gradients_of_any_kind_are_averaged(caplog, monkeypatch):
+    monkeypatch.setattr(utils.log, 'propagate', True)
     a, b, c = variable('a', [2]), variable('b', [3, 1]), variable('c', [2], tf.float64)
     d, e = variable('d', [2, 1], tf.float16), variable('e', [1])
     rows = tf.IndexedSlices(
