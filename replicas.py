@@ -206,6 +206,7 @@ def build(num_towers):
     copies = collections.OrderedDict()
     for variable in tf.local_variables():
         name = plain_name(variable.name)
+        assert 'replica_' not in name, name
         if name != variable.name:
             copies.setdefault(name, []).append(variable)
     assigns, equal = [], []

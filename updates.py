@@ -213,7 +213,10 @@ def apply_gradients(
         for tower, (own, grads) in enumerate(pairs):
             # Both write the kernels: without an order bits would depend on which won.
             decays = decay(grads, learning_rate, weight_decay)
-            with tf.control_dependencies(decays), replicas.own_slots(tower):
+            # What an optimizer keeps has the same names inside a `tf.cond`.
+            slots = replicas.own_slots(tower)
+            # What an optimizer keeps has the same names inside a `tf.cond`.
+            with tf.control_dependencies(decays), tf.name_scope(None), slots:
                 updates.append(own.apply_gradients(grads))
         return updates
 

@@ -151,6 +151,19 @@ def test_a_scale_that_is_too_large_is_found_and_saved(small, main, flags, monkey
     assert done.status == 2 and 'm was trained with --fp16' in done.err
 
 
+def test_copies_of_the_variables_go_on_bit_for_bit_too(main, flags):
+    flags += ['--fp16', '--batch_size', '5', '--epochs', '1', '--model', 'mlp']
+    flags += ['--variables', 'replicated']
+    argv = ['train_multi_gpu.py', '--num_gpus', '2', *flags, '--model_dir']
+    assert main(*argv, 'whole', '--max_steps', '6').status == 0
+    assert main(*argv, 'm', '--max_steps', '3').status == 0
+    done = main(*argv, 'm', '--max_steps', '6')
+    assert done.status == 0 and done.err == '', done.err
+    whole, parts = (read_checkpoint(d + '/model.ckpt-0-6') for d in ('whole', 'm'))
+    assert_same_bits(whole, parts)
+    assert {'beta1_power', 'dense1/kernel/Adam'} <= set(whole)
+
+
 def test_train_py_is_one_tower_and_a_run_goes_on_bit_for_bit(run_steps, main, flags):
     argv = ['--fp16', '--batch_size', '2']
     assert_same_bits(
