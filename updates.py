@@ -213,7 +213,6 @@ def apply_gradients(
         for tower, (own, grads) in enumerate(pairs):
             # Both write the kernels: without an order bits would depend on which won.
             decays = decay(grads, learning_rate, weight_decay)
-            # What an optimizer keeps has the same names inside a `tf.cond`.
             slots = replicas.own_slots(tower)
             # What an optimizer keeps has the same names inside a `tf.cond`.
             with tf.control_dependencies(decays), tf.name_scope(None), slots:
