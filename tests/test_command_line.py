@@ -1,5 +1,6 @@
 """The scripts as a person runs them: what is printed, what is written, how it ends."""
 
+import ctypes
 import fcntl
 import json
 import os
@@ -313,13 +314,33 @@ def test_a_staged_run_goes_on_where_it_stopped(main, flags):
     assert_same_bits(read_checkpoint('whole/' + name), read_checkpoint('parts/' + name))
 
 
+def read_memory_in_use():
+    """Returns the bytes that this process has allocated and not freed.
+
+    Its resident memory is no measure of a leak: the C library keeps what is freed
+    for later, and how much of it varied by 80 MB from one epoch to the next.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, 'mallinfo2'):  # since glibc 2.33
+        mallinfo, number = libc.mallinfo2, ctypes.c_size_t
+    else:
+        mallinfo, number = libc.mallinfo, ctypes.c_uint
+    names = 'arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keep'
+
+    class Found(ctypes.Structure):
+        _fields_ = [(name, number) for name in names.split()]
+
+    mallinfo.restype = Found
+    found = mallinfo()
+    return found.uordblks + found.hblkhd  # in its arenas, and mapped
+
+
 def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
     sizes, nodes = [], []
     finish_epoch = training.finish_epoch
 
     def watch(*args):
-        with open('/proc/self/statm') as file:
-            sizes.append(int(file.read().split()[1]) * 4096)
+        sizes.append(read_memory_in_use())
         nodes.append(len(tf.get_default_graph().get_operations()))
         return finish_epoch(*args)
 
@@ -328,8 +349,9 @@ def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
     done = main('train_multi_gpu.py', *flags)
     assert done.status == 0 and len(sizes) == 20
     assert len(set(nodes)) == 1
-    # A leak of one batch per step would be 17 MB; the allocators need some epochs.
-    assert sizes[-1] - sizes[7] < 12e6, sizes
+    # A leak of one batch per step would be 12 MB. What waits to be written to the
+    # event file falls back to nothing every few epochs: the largest are compared.
+    assert max(sizes[12:]) - max(sizes[4:12]) < 1e6, sizes
 
 
 def test_evaluation_counts_every_image_once_for_any_number_of_towers(main, mnist):
