@@ -89,6 +89,40 @@ def gather(tensors, machines, key):
     return add_up([put_in_slot(tensor, machines) for tensor in tensors], machines, key)
 
 
+def average_over_machines(grads_and_vars, sums, machines):
+    """Averages over the machines what each has averaged over its towers.
+
+    One all-reduce carries all: gradients in float32, sparse ones made dense, the
+    step's sums, and which machines wish to stop after it.
+
+    Args:
+      grads_and_vars: list of (gradient, variable), what this machine averaged over
+        its towers.
+      sums: the `updates.Sums` of this machine's towers.
+      machines: the `cluster.Machines`.
+
+    Returns:
+      (grads_and_vars, sums) of all machines, the same bits on each.
+    """
+    num_machines = len(machines.addresses)
+    own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
+    own = [gradient * (1.0 / num_machines) for gradient in own]
+    own += [tf.cast(sums.loss, tf.float32), sums.correct]
+    own += [put_in_slot(get_wish().own, machines)]
+    *means, loss, correct, wishes = add_up(own, machines, STEP_KEY)
+    averaged = [
+        (tf.cast(mean, variable.dtype.base_dtype), variable)
+        for mean, (_, variable) in zip(means, grads_and_vars)
+    ]
+    sums = sums._replace(
+        loss=tf.cast(loss, tf.float64),
+        correct=correct,
+        images=sums.images * num_machines,
+        wishes=wishes,
+    )
+    return averaged, sums
+
+
 # broadcast: op that gives all variables machine 0's values. fingerprints: int64
 # [machines, variables]. names: of these variables.
 Equality = collections.namedtuple('Equality', 'broadcast fingerprints names')

@@ -292,9 +292,9 @@ def get_own_updates(num_machines=1):
     return updates
 
 
-def check_synchronized(statistics):
-    """Refuses `--sync_batch_norm` where there is nothing to synchronize."""
-    if not statistics:
+def check_synchronized():
+    """Refuses `--sync_batch_norm` where the towers have nothing to synchronize."""
+    if not tf.get_collection(STATISTICS):
         raise UserError(
             '--sync_batch_norm goes with a network that has batch_norm of '
             'batch_norm.py: drop it, or name such a --model'

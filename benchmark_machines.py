@@ -56,7 +56,7 @@ def prepare(argument):
         job = train_multi_gpu.build_job(flags, devices.towers, data, machines=machines)
         end_of_epoch = training.build_end_of_epoch(job.state)
         equality = all_reduce.build_equality(tf.global_variables(), [], machines)
-        reduce_alone = build_alone(job.gradients, machines)
+        reduce_alone = build_alone(job.step.gradients, machines)
         initialise = [
             tf.global_variables_initializer(),
             tf.local_variables_initializer(),

@@ -142,7 +142,7 @@ def _open_job(
         kept = keeper.NOTHING._replace(events=events)
         calls = training.make_calls(session, job, end_of_epoch, lambda: None, kept)
         calls.prefill()
-        return calls, session.make_callable([waited[0], job.train_op])
+        return calls, session.make_callable([waited[0], job.step.train_op])
 
 
 def build_constant_input(

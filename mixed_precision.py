@@ -2,7 +2,7 @@
 
 Small gradients are zero in float16. So the loss is multiplied by a scale before the
 backward pass, and the averaged gradients, float32, are divided by it. Where they are
-not finite the scale was too large: the step updates nothing, and the scale is halved.
+not finite the scale was too large: the step changes no weight, and the scale is halved.
 
 Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2, with the
 dynamic scale of its implementations.
@@ -12,6 +12,7 @@ import collections
 import contextlib
 
 from tf1 import tf
+from utils import create_scalar
 
 FIRST = 2.0**15
 LARGEST = 2.0**24
@@ -27,21 +28,12 @@ def create_loss_scale(wanted):
     """Creates the variables of a `LossScale`; None where it is not wanted."""
     if not wanted:
         return None
-
-    def variable(name, dtype, start=0):
-        return tf.get_variable(
-            'loss_scale/' + name,
-            [],
-            dtype,
-            initializer=tf.constant_initializer(start),
-            trainable=False,
+    with tf.variable_scope('loss_scale'):
+        return LossScale(
+            create_scalar('scale', tf.float32, FIRST),
+            create_scalar('good_steps', tf.int64),
+            create_scalar('skipped', tf.int64),
         )
-
-    return LossScale(
-        variable('scale', tf.float32, FIRST),
-        variable('good_steps', tf.int64),
-        variable('skipped', tf.int64),
-    )
 
 
 @contextlib.contextmanager

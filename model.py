@@ -5,11 +5,13 @@ To train another network, write a function like `cnn` below into a file of your 
 """
 
 import collections
+import functools
 import itertools
 import sys
 import zlib
 
 import mixed_precision
+import networks
 from batch_norm import batch_norm
 from tf1 import tf
 
@@ -315,6 +317,22 @@ def model_fn(
         correct=tf.cast(tf.equal(predictions, labels), tf.float32),
         predictions=predictions,
         logits=logits,
+    )
+
+
+def make_model_fn(flags, data):
+    """Returns the `model_fn` of a run: it takes all but what the run decides.
+
+    Args:
+      flags: what `command_line.parse` returned.
+      data: the `DataSet` to train on.
+    """
+    return functools.partial(
+        model_fn,
+        network=networks.find_network(flags.model, NETWORKS),
+        num_classes=len(data.classes),
+        moments=data.moments,
+        label_smoothing=flags.label_smoothing,
     )
 
 

@@ -38,6 +38,11 @@ def check_machines(flags, machines):
         )
 
 
+def are_wanted(flags, devices):
+    """Returns whether each of the towers on `devices` gets variables of its own."""
+    return flags.variables == 'replicated' and len(devices) > 1
+
+
 # Variables
 
 
@@ -200,8 +205,14 @@ def own_slots(tower):
 # Equality
 
 
-def build(num_towers):
-    """Returns the graph's `Replicas`; call it once all variables and slots exist."""
+def build(num_copies):
+    """Returns the graph's `Replicas`; call it once all variables and slots exist.
+
+    Args:
+      num_copies: of the variables, tower 0's counted.
+    """
+    if num_copies == 1:
+        return NONE
     originals = {variable.name: variable for variable in tf.global_variables()}
     copies = collections.OrderedDict()
     for variable in tf.local_variables():
@@ -212,7 +223,7 @@ def build(num_towers):
     assigns, equal = [], []
     with tf.device('/cpu:0'), tf.name_scope('replicas'):
         for name, of_towers in copies.items():
-            assert len(of_towers) == num_towers - 1, name
+            assert len(of_towers) == num_copies - 1, name
             assigns += [copy.assign(originals[name]) for copy in of_towers]
             bits = all_reduce.to_bits(originals[name])
             equal.append(

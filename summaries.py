@@ -221,15 +221,17 @@ def make_special_steps(session, job, summary, write, traced, model_dir):
     """
     histograms = summary.gradients is not None
     if histograms:
-        run_with_gradients = session.make_callable([job.train_op, summary.gradients])
+        run_with_gradients = session.make_callable(
+            [job.step.train_op, summary.gradients]
+        )
         read_weights = session.make_callable(summary.weights)
 
     def run_micro_steps():
-        for op in job.micro_steps:
+        for op in job.step.micro_steps:
             session.run(op)
 
     def run_traced(ends_epoch, path):
-        fetches = [job.train_op]
+        fetches = [job.step.train_op]
         if ends_epoch and histograms:
             fetches.append(summary.gradients)
         options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)

@@ -1,12 +1,10 @@
 """Trains one model on several GPUs: a tower on each."""
 
-import functools
 import itertools
 import os
 import sys
 
 import accumulation
-import all_reduce
 import batch_norm
 import check_towers
 import cluster
@@ -15,9 +13,7 @@ import data_sets
 import evaluation
 import gradient_packs
 import input_pipeline
-import mixed_precision
 import model
-import networks
 import records
 import replicas
 import training
@@ -66,21 +62,13 @@ def build_job(
     )
     if flags.staging:
         pipeline = input_pipeline.stage(pipeline, devices)
-    build_model = functools.partial(
-        model.model_fn,
-        network=networks.find_network(flags.model, model.NETWORKS),
-        num_classes=len(data.classes),
-        moments=data.moments,
-        label_smoothing=flags.label_smoothing,
-    )
+    rule = updates.create_rule(flags, state, pipeline)
+    build_model = model.make_model_fn(flags, data)
     dtype = tf.float16 if flags.fp16 else tf.float32
-
     run_number = accumulation.number_runs(state.global_step, flags.accumulate)
-
     # Of how many towers the statistics of a batch norm are.
-    group_size = None
-    if flags.sync_batch_norm:
-        group_size = len(devices) * len(machines.addresses)
+    all_towers = len(devices) * len(machines.addresses)
+    group_size = all_towers if flags.sync_batch_norm else None
 
     def build_tower(tower, images, labels):
         number = machines.index * len(devices) + tower  # among those of all machines
@@ -90,90 +78,31 @@ def build_job(
                 images, labels, training=True, dropout=dropout, dtype=dtype
             )
 
-    learning_rate = updates.learning_rate(flags, state, pipeline)
-    # One for each copy of the variables.
-    replicated = flags.variables == 'replicated' and len(devices) > 1
-    optimizer, *more_optimizers = [
-        updates.create_optimizer(flags.optimizer, learning_rate)
-        for _ in (devices if replicated else devices[:1])
-    ]
-    loss_scale = mixed_precision.create_loss_scale(flags.fp16)
     specs, tower_grads = build_towers(
-        devices,
-        pipeline.batches,
-        build_tower,
-        optimizer,
-        utils.use_xla(flags.xla, devices),
-        utils.place_variables(flags.variable_device, devices),
-        replicated,
-        loss_scale,
+        flags, devices, pipeline.batches, build_tower, rule
     )
-    # A list for each copy of the variables.
-    averaged = average_towers(flags, devices, specs, tower_grads, pipeline.puts)
-    averaged = [mixed_precision.scale_down(grads, loss_scale) for grads in averaged]
-    statistics = batch_norm.average_statistics(len(devices))
     if flags.sync_batch_norm:
-        batch_norm.check_synchronized(statistics)
-    sums = updates.sum_up(specs)
-    means, sums, puts, micro_steps = accumulation.accumulate(
-        [*itertools.chain(*averaged), *statistics],
-        sums,
-        pipeline.puts,
-        flags.accumulate,
-    )
-    if machines != cluster.ONE:
-        means, sums = average_over_machines(means, sums, machines)
-    means = iter(means)
-    gradients, *of_copies = [
-        updates.clip(
-            list(itertools.islice(means, len(grads))), flags.clip_norm, loss_scale
-        )
-        for grads in averaged
-    ]
-    statistics = list(means)
-    averages = weight_averages.create(flags.ema, state.global_step)
-    train_op = updates.apply_gradients(
-        optimizer,
-        gradients,
-        learning_rate,
-        sums,
-        state,
-        puts,
-        statistics,
-        batch_norm.get_own_updates(len(machines.addresses)),
-        flags.weight_decay,
-        averages,
-        loss_scale,
-        list(zip(more_optimizers, of_copies)),
-    )
+        batch_norm.check_synchronized()
+    averaged = average_towers(flags, devices, specs, tower_grads, pipeline.puts)
+    step = updates.build_step(flags, rule, state, pipeline, specs, averaged, machines)
     evaluated, more_feeds = evaluation.build(
         data.valid,
         devices,
-        weight_averages.evaluate_with(averages, build_model),
+        weight_averages.evaluate_with(step.averages, build_model),
         machines=machines,
     )
     feeds.update(more_feeds)
-    return training.Job(
-        state,
-        learning_rate,
-        gradients,
-        train_op,
-        pipeline,
-        evaluated,
-        feeds,
-        micro_steps,
-        loss_scale,
-        replicas.build(len(devices)) if replicated else replicas.NONE,
-    )
+    copies = replicas.build(len(averaged))
+    return training.Job(state, rule, pipeline, step, evaluated, feeds, copies)
 
 
 def average_towers(flags, devices, specs, tower_grads, puts=()):
     """Averages the gradients of the towers as `--variables` asks.
 
     Returns:
-      A list of lists of (gradient, variable): one for each copy of the variables.
+      For each copy of the variables, a list of (gradient, variable).
     """
-    if flags.variables == 'replicated' and len(devices) > 1:
+    if replicas.are_wanted(flags, devices):
         # What may fail, before any tower waits for another.
         losses = [spec.losses for spec in specs]
         return replicas.average_gradients(
@@ -187,56 +116,32 @@ def check(flags, devices, data, threads):
     """Compares a step of the towers with one of a single tower, as `--check` asks."""
 
     def build_gradients(devices, batches, build_tower):
-        replicated = flags.variables == 'replicated' and len(devices) > 1
-        specs, tower_grads = build_towers(
-            devices,
-            batches,
-            build_tower,
-            updates.create_optimizer('sgd', 1.0),
-            utils.use_xla(flags.xla, devices),
-            utils.place_variables(flags.variable_device, devices),
-            replicated,
-        )
-        gradients, *_ = average_towers(flags, devices, specs, tower_grads)
-        copy = replicas.build(len(devices)).copy if replicated else ()
-        return gradients, copy
+        rule = updates.create_sgd(1.0)
+        specs, tower_grads = build_towers(flags, devices, batches, build_tower, rule)
+        averaged = average_towers(flags, devices, specs, tower_grads)
+        return averaged[0], replicas.build(len(averaged)).copy
 
-    build_model = functools.partial(
-        model.model_fn,
-        network=networks.find_network(flags.model, model.NETWORKS),
-        num_classes=len(data.classes),
-        moments=data.moments,
-        label_smoothing=flags.label_smoothing,
-    )
+    build_model = model.make_model_fn(flags, data)
     check_towers.check(flags, devices, data, threads, build_model, build_gradients)
 
 
-def build_towers(
-    devices,
-    batches,
-    build_tower,
-    optimizer,
-    xla=False,
-    place_variable=utils.on_cpu,
-    replicated=False,
-    loss_scale=None,
-):
+def build_towers(flags, devices, batches, build_tower, rule):
     """Builds a tower per device; all share the variables that the first creates.
 
     Args:
+      flags: what `command_line.parse` returned.
       devices: a device string per tower.
       batches: what each tower takes in, a list of tensors per tower.
       build_tower: (tower, *batch) -> `ModelSpec`.
-      optimizer: a `tf.train.Optimizer`.
-      xla: whether XLA compiles the towers.
-      place_variable: (op of a variable) -> the device it goes to.
-      replicated: whether instead each tower has a copy of them on its device.
-      loss_scale: what `mixed_precision.create_loss_scale` returned.
+      rule: the `updates.Rule`.
 
     Returns:
       (specs, tower_grads): per tower, its `ModelSpec` and what `compute_gradients`
       gives for its loss, times the loss scale if there is one.
     """
+    xla = utils.use_xla(flags.xla, devices)
+    place_variable = utils.place_variables(flags.variable_device, devices)
+    replicated = replicas.are_wanted(flags, devices)
     specs, tower_grads = [], []
     for tower, (device, batch) in enumerate(zip(devices, batches)):
         if replicated:
@@ -246,9 +151,7 @@ def build_towers(
         with place, tf.name_scope('tower_%d' % tower), own_variables as variables:
             spec = build_tower(tower, *batch)
             # Inside the tower's scope, or all backward passes run on one device.
-            loss = mixed_precision.scale_up(spec.loss, loss_scale)
-            grads = optimizer.compute_gradients(loss, variables)
-            grads, spec = updates.check_finite(grads, spec, tower, loss_scale)
+            grads, spec = updates.compute_gradients(rule, spec, tower, variables)
         tower_grads.append(grads)
         specs.append(spec)
     return specs, tower_grads
@@ -327,37 +230,6 @@ def _mean(gradients, num_towers):
         )
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
     return tf.add_n(dense) * (1.0 / num_towers)
-
-
-def average_over_machines(grads_and_vars, sums, machines):
-    """Averages over the machines what each has averaged over its towers.
-
-    One all-reduce carries all: gradients in float32, sparse ones made dense, the
-    step's sums, and which machines wish to stop after it.
-
-    Args:
-      grads_and_vars: list of (gradient, variable), what `average_gradients` and
-        `batch_norm.average_statistics` returned.
-      sums: the `updates.Sums` of this machine's towers.
-      machines: the `cluster.Machines`.
-
-    Returns:
-      (grads_and_vars, sums) of all machines, the same bits on each.
-    """
-    num_machines = len(machines.addresses)
-    own = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g, _ in grads_and_vars]
-    own = [gradient * (1.0 / num_machines) for gradient in own]
-    own += [tf.cast(sums.loss, tf.float32), sums.correct]
-    own += [all_reduce.put_in_slot(all_reduce.get_wish().own, machines)]
-    *means, loss, correct, wishes = all_reduce.add_up(
-        own, machines, all_reduce.STEP_KEY
-    )
-    averaged = [
-        (tf.cast(mean, variable.dtype.base_dtype), variable)
-        for mean, (_, variable) in zip(means, grads_and_vars)
-    ]
-    images = sums.images * num_machines
-    return averaged, updates.Sums(tf.cast(loss, tf.float64), correct, images, wishes)
 
 
 if __name__ == '__main__':

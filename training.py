@@ -45,16 +45,13 @@ State = collections.namedtuple(
     'global_step epoch epoch_images loss_sum correct best_acc top_acc stale_epochs',
 )
 
-# What a script builds and `run` runs. gradients: list of (gradient, variable), averaged
-# over the towers. train_op: what `apply_gradients` returns. feeds: for the
-# initialisers. micro_steps: ops that a step runs before train_op. loss_scale: a
-# `LossScale` or None. replicas: `Replicas`, where towers have variables of their own.
+# What a script builds and `run` runs: a `State`, `updates.Rule`, `Pipeline`,
+# `updates.Step`, `Evaluation`. feeds: for the initialisers. replicas: `Replicas`, where
+# towers have variables of their own.
 Job = collections.namedtuple(
-    'Job',
-    'state learning_rate gradients train_op pipeline evaluation feeds micro_steps '
-    'loss_scale replicas',
+    'Job', 'state rule pipeline step evaluation feeds replicas'
 )
-Job.__new__.__defaults__ = ([], None, replicas.NONE)
+Job.__new__.__defaults__ = (replicas.NONE,)
 
 # op: moves the state to the start of the next epoch. set_best: sets `best_acc`. Both
 # take what is fed to `accuracy`, that of the validation images.
@@ -74,26 +71,18 @@ Calls = collections.namedtuple(
 
 def create_state():
     """Creates the variables of `State`."""
-
-    def variable(name, dtype, start=0):
-        return tf.get_variable(
-            'training/' + name,
-            [],
-            dtype,
-            initializer=tf.constant_initializer(start),
-            trainable=False,
+    global_step = tf.train.get_or_create_global_step()
+    with tf.variable_scope('training'):
+        return State(
+            global_step,
+            utils.create_scalar('epoch', tf.int64),
+            utils.create_scalar('epoch_images', tf.int64),
+            utils.create_scalar('loss_sum', tf.float64),
+            utils.create_scalar('correct', tf.int64),
+            utils.create_scalar('best_acc', tf.float64, -1),
+            utils.create_scalar('top_acc', tf.float64, -1),
+            utils.create_scalar('stale_epochs', tf.int64),
         )
-
-    return State(
-        tf.train.get_or_create_global_step(),
-        variable('epoch', tf.int64),
-        variable('epoch_images', tf.int64),
-        variable('loss_sum', tf.float64),
-        variable('correct', tf.int64),
-        variable('best_acc', tf.float64, -1),
-        variable('top_acc', tf.float64, -1),
-        variable('stale_epochs', tf.int64),
-    )
 
 
 def build_end_of_epoch(state):
@@ -137,7 +126,7 @@ def run(flags, devices, data, job, model_dir, machines=cluster.ONE):
     saver = checkpoints.create_saver()
     end_of_epoch = build_end_of_epoch(job.state)
     samples = job.pipeline.samples if flags.summary_steps else None
-    summary = summaries.build(samples, job.gradients, flags.histograms)
+    summary = summaries.build(samples, job.step.gradients, flags.histograms)
     equality = all_reduce.build_equality(
         tf.global_variables(), [job.state.best_acc], machines
     )
@@ -199,8 +188,8 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
         check_equality=lambda: None,
         finish_epoch=session.make_callable(end_of_epoch.op, [end_of_epoch.accuracy]),
         set_best=session.make_callable(end_of_epoch.set_best, [end_of_epoch.accuracy]),
-        read_learning_rate=session.make_callable(job.learning_rate),
-        read_loss_scale=make_read_loss_scale(session, job.loss_scale),
+        read_learning_rate=session.make_callable(job.rule.learning_rate),
+        read_loss_scale=make_read_loss_scale(session, job.rule.loss_scale),
         find_stop=find_stop,
         keeper=keeper,
     )
@@ -208,10 +197,10 @@ def make_calls(session, job, end_of_epoch, find_stop, keeper):
 
 def make_step(session, job):
     """Returns the function that runs a step and returns what its train op gives."""
-    train_op = session.make_callable(job.train_op)
-    if not job.micro_steps:
+    train_op = session.make_callable(job.step.train_op)
+    if not job.step.micro_steps:
         return train_op
-    micro_steps = [session.make_callable(op) for op in job.micro_steps]
+    micro_steps = [session.make_callable(op) for op in job.step.micro_steps]
 
     def step():
         for run in micro_steps:

@@ -1,11 +1,16 @@
 """One step: learning rate, optimizer, the update, and what is added up with it."""
 
 import collections
+import itertools
 import math
 
+import accumulation
+import all_reduce
 import batch_norm
 import mixed_precision
 import replicas
+import weight_averages
+from cluster import ONE
 from tf1 import tf
 from utils import log
 
@@ -16,6 +21,33 @@ NUM_METRICS = 3
 # the images of all towers. images: how many these are. wishes: float32 [machines], see
 # `Watch.hear`; None on one machine.
 Sums = collections.namedtuple('Sums', 'loss correct images wishes')
+
+# How variables change. learning_rate: float32 scalar. optimizer: a
+# `tf.train.Optimizer` with this rate. loss_scale: a `LossScale` or None.
+Rule = collections.namedtuple('Rule', 'learning_rate optimizer loss_scale')
+
+# What `build_step` returns. gradients: list of (gradient, variable), as they are
+# applied. train_op: what `apply_gradients` returns. micro_steps: ops that are run
+# before it. averages: what `weight_averages.create` returns.
+Step = collections.namedtuple('Step', 'gradients train_op micro_steps averages')
+
+
+def create_rule(flags, state, pipeline):
+    """Returns the `Rule` of a run.
+
+    Args:
+      flags: what `command_line.parse` returned.
+      state: the `State`.
+      pipeline: the `Pipeline`, for its num_images and global_batch.
+    """
+    rate = learning_rate(flags, state, pipeline)
+    optimizer = create_optimizer(flags.optimizer, rate)
+    return Rule(rate, optimizer, mixed_precision.create_loss_scale(flags.fp16))
+
+
+def create_sgd(rate):
+    """Returns the `Rule` of plain SGD."""
+    return Rule(tf.constant(rate), create_optimizer('sgd', rate), None)
 
 
 def base_rate(flags, global_batch):
@@ -80,6 +112,76 @@ def create_optimizer(name, learning_rate):
         'momentum': lambda: tf.train.MomentumOptimizer(learning_rate, 0.9),
         'rmsprop': lambda: tf.train.RMSPropOptimizer(learning_rate),
     }[name]()
+
+
+def compute_gradients(rule, spec, tower, variables=None):
+    """Builds the backward pass of a tower, its numbers checked.
+
+    Args:
+      rule: the `Rule`.
+      spec: the tower's `ModelSpec`.
+      tower: its number.
+      variables: those it trains; None for all that are trainable.
+
+    Returns:
+      (grads_and_vars, spec): a list of (gradient, variable), the gradients times the
+      loss scale if there is one, and the `ModelSpec`.
+    """
+    loss = mixed_precision.scale_up(spec.loss, rule.loss_scale)
+    grads_and_vars = rule.optimizer.compute_gradients(loss, variables)
+    return check_finite(grads_and_vars, spec, tower, rule.loss_scale)
+
+
+def build_step(flags, rule, state, pipeline, specs, averaged, machines=ONE):
+    """Builds what comes after the towers' gradients are averaged, up to the train op.
+
+    Args:
+      flags: what `command_line.parse` returned.
+      rule: the `Rule` that the gradients were computed with.
+      state: the `State`.
+      pipeline: the `Pipeline`.
+      specs: a `ModelSpec` per tower of this machine.
+      averaged: for each copy of the variables, a list of (gradient, variable), the
+        gradients averaged over these towers.
+      machines: the `cluster.Machines`.
+
+    Returns:
+      A `Step`.
+    """
+    averaged = [mixed_precision.scale_down(g, rule.loss_scale) for g in averaged]
+    statistics = batch_norm.average_statistics(len(specs))
+    means, sums, puts, micro_steps = accumulation.accumulate(
+        [*itertools.chain(*averaged), *statistics],
+        sum_up(specs),
+        pipeline.puts,
+        flags.accumulate,
+    )
+    if machines != ONE:
+        means, sums = all_reduce.average_over_machines(means, sums, machines)
+    means = iter(means)
+    gradients, *of_copies = [
+        clip(
+            list(itertools.islice(means, len(grads))), flags.clip_norm, rule.loss_scale
+        )
+        for grads in averaged
+    ]
+    averages = weight_averages.create(flags.ema, state.global_step)
+    train_op = apply_gradients(
+        rule,
+        gradients,
+        sums,
+        state,
+        puts,
+        statistics=list(means),
+        own_updates=batch_norm.get_own_updates(len(machines.addresses)),
+        weight_decay=flags.weight_decay,
+        averages=averages,
+        copies=[
+            (create_optimizer(flags.optimizer, rule.learning_rate), grads)
+            for grads in of_copies
+        ],
+    )
+    return Step(gradients, train_op, micro_steps, averages)
 
 
 def sum_up(specs):
@@ -153,9 +255,8 @@ def _half_square(gradient, variable):
 
 
 def apply_gradients(
-    optimizer,
+    rule,
     grads_and_vars,
-    learning_rate,
     sums,
     state,
     puts=(),
@@ -163,7 +264,6 @@ def apply_gradients(
     own_updates=(),
     weight_decay=0,
     averages=None,
-    loss_scale=None,
     copies=(),
 ):
     """Builds one step: one update, and the epoch's running sums.
@@ -171,9 +271,8 @@ def apply_gradients(
     Call it outside every variable scope: slots take the scope as a prefix.
 
     Args:
-      optimizer: a `tf.train.Optimizer`.
+      rule: the `Rule`.
       grads_and_vars: list of (gradient, variable), averaged over the towers.
-      learning_rate: what the optimizer uses.
       sums: the `Sums`.
       state: the `State` to advance.
       puts: the `Pipeline`'s.
@@ -181,7 +280,6 @@ def apply_gradients(
       own_updates: what `batch_norm.get_own_updates` returned.
       weight_decay: which share of each kernel, times the learning rate, is taken off.
       averages: what `weight_averages.create` returned.
-      loss_scale: what `mixed_precision.create_loss_scale` returned.
       copies: for each tower that has variables of its own, (optimizer,
         grads_and_vars): what an optimizer keeps beside its slots it would advance with
         every use.
@@ -196,23 +294,23 @@ def apply_gradients(
         [
             tf.cast(sums.loss / sums.images, tf.float32),
             sums.correct / sums.images,
-            learning_rate,
+            rule.learning_rate,
         ]
     )
     if sums.wishes is not None:
         metrics = tf.concat([metrics, sums.wishes], axis=0)
-    pairs = [(optimizer, grads_and_vars), *copies]
+    pairs = [(rule.optimizer, grads_and_vars), *copies]
     gradients = [gradient for _, grads in pairs for gradient, _ in grads]
     # All that is read comes before anything is written: no tower sees a weight of
     # the next step, and a step that fails leaves nothing half-applied.
     read = gradients + [mean for mean, _ in statistics]
-    read += [learning_rate, sums.loss, num_correct] + list(puts)
+    read += [rule.learning_rate, sums.loss, num_correct] + list(puts)
 
     def update_variables():
         updates = []
         for tower, (own, grads) in enumerate(pairs):
             # Both write the kernels: without an order bits would depend on which won.
-            decays = decay(grads, learning_rate, weight_decay)
+            decays = decay(grads, rule.learning_rate, weight_decay)
             slots = replicas.own_slots(tower)
             # What an optimizer keeps has the same names inside a `tf.cond`.
             with tf.control_dependencies(decays), tf.name_scope(None), slots:
@@ -221,7 +319,9 @@ def apply_gradients(
 
     with tf.control_dependencies(read):
         update = tf.group(
-            *mixed_precision.update_if_finite(loss_scale, gradients, update_variables),
+            *mixed_precision.update_if_finite(
+                rule.loss_scale, gradients, update_variables
+            ),
             state.global_step.assign_add(1),
             state.epoch_images.assign_add(sums.images),
             state.loss_sum.assign_add(sums.loss),

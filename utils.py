@@ -258,6 +258,12 @@ def on_tower(device, reuse, xla=False, place_variable=on_cpu):
         yield
 
 
+def create_scalar(name, dtype, start=0):
+    """Creates a variable that is not trained, of one number, and saved like any."""
+    start = tf.constant_initializer(start)
+    return tf.get_variable(name, [], dtype, initializer=start, trainable=False)
+
+
 # Screen and log
 
 

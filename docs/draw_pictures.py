@@ -105,7 +105,7 @@ def draw_graph(path):
         order, gather = tf.get_collection(tf.GraphKeys.QUEUE_RUNNERS)
         ordering, gathering = reach(order.enqueue_ops), reach(gather.enqueue_ops)
         groups = {}
-        for op in reach([job.train_op.op]) | ordering | gathering:
+        for op in reach([job.step.train_op.op]) | ordering | gathering:
             if op in ordering:
                 groups[op] = group_of(op, 'thread 1: order of the epoch')
             elif op in gathering:

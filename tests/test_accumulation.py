@@ -115,7 +115,7 @@ def test_a_step_cut_short_leaves_nothing_in_a_checkpoint(small):
 
         training.make_step(session, job)()
         before = read()
-        for op in job.micro_steps:
+        for op in job.step.micro_steps:
             session.run(op)
         assert_same_bits(before, read())
     held = [

@@ -133,7 +133,7 @@ def test_a_foreign_trainable_variable_is_left_alone(small):
             job.feeds,
         )
         feed = {t: v for batch in job.pipeline.batches for t, v in zip(batch, tiny())}
-        session.run(job.train_op, feed)
+        session.run(job.step.train_op, feed)
         np.testing.assert_array_equal(session.run(foreign), [1, 1])
 
 

@@ -130,12 +130,10 @@ def take_steps(statistics, own_updates=(), steps=2):
     """Runs steps that train nothing else; returns all variables after each."""
     state = training.create_state()
     sums = updates.Sums(tf.constant(0.0, tf.float64), tf.constant(0.0), 1, None)
-    rate = tf.constant(0.1)
     weight = tf.get_variable('weight', [])
     train_op = updates.apply_gradients(
-        updates.create_optimizer('sgd', rate),
+        updates.create_sgd(0.1),
         [(tf.constant(0.0), weight)],
-        rate,
         sums,
         state,
         (),

@@ -231,9 +231,9 @@ def test_waiting_for_input_is_what_the_step_waits(small, monkeypatch, staging):
     else:
         (waited,) = tf.get_collection('waited')
     with start(job, devices) as session:
-        session.run(job.train_op)  # the first one builds kernels, too
+        session.run(job.step.train_op)  # the first one builds kernels, too
         for _ in range(3):
-            seconds, _ = session.run([waited, job.train_op])
+            seconds, _ = session.run([waited, job.step.train_op])
             # With staging a step computes first, and waits for the rest.
             assert (0.02 if staging else 0.4) <= seconds < 10
 

@@ -22,6 +22,7 @@ from tests.conftest import (
     assert_same_bits,
     command,
     files,
+    make_flags,
     read_checkpoint,
     read_files,
     read_metrics,
@@ -408,18 +409,13 @@ def test_a_nan_names_step_and_tower_and_updates_nothing():
         return ModelSpec(tf.reduce_mean(losses), losses, tf.zeros([2]), None, None)
 
     devices = utils.choose_devices('cpu', 2)
-    rate = tf.constant(0.1)
-    optimizer = updates.create_optimizer('sgd', rate)
+    rule = updates.create_sgd(0.1)
+    batches = [[value] for value in values]
     specs, grads = train_multi_gpu.build_towers(
-        devices.towers, [[value] for value in values], build_tower, optimizer
+        make_flags('--xla', 'off'), devices.towers, batches, build_tower, rule
     )
-    step = updates.apply_gradients(
-        optimizer,
-        train_multi_gpu.average_gradients(grads),
-        rate,
-        updates.sum_up(specs),
-        state,
-    )
+    grads = train_multi_gpu.average_gradients(grads)
+    step = updates.apply_gradients(rule, grads, updates.sum_up(specs), state)
     with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())
         session.run([step])

@@ -49,7 +49,7 @@ def read_steps(
             machines,
             micro_steps=micro_steps,
         )
-        job = training.Job(state, None, None, None, pipeline, None, feeds)
+        job = training.Job(state, None, pipeline, None, None, feeds)
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
         devices = utils.choose_devices('cpu', num_towers)
         with start(job, devices, place) as session:

@@ -52,14 +52,9 @@ def make_step(optimizer='adam', rate=0.1):
     grads = mixed_precision.scale_down([(fed * loss_scale.scale, w)], loss_scale)
     rate = tf.constant(rate)
     sums = updates.Sums(tf.constant(0.5, tf.float64), tf.constant(1.0), 4, None)
-    train_op = updates.apply_gradients(
-        updates.create_optimizer(optimizer, rate),
-        grads,
-        rate,
-        sums,
-        state,
-        loss_scale=loss_scale,
-    )
+    optimizer = updates.create_optimizer(optimizer, rate)
+    rule = updates.Rule(rate, optimizer, loss_scale)
+    train_op = updates.apply_gradients(rule, grads, sums, state)
     return fed, train_op, state, w, loss_scale
 
 
@@ -216,4 +211,4 @@ def test_without_it_there_is_no_scale(small):
         assert not [op.name for op in operations if 'loss_scale' in op.name]
         assert not [op.name for op in operations if op.type == 'Switch']
         with start(job, devices) as session:
-            assert training.make_read_loss_scale(session, job.loss_scale)() is None
+            assert training.make_read_loss_scale(session, job.rule.loss_scale)() is None

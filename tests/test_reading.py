@@ -45,7 +45,7 @@ def read_steps(
         pipeline, feeds = input_pipeline.build(
             examples, batch, num_towers, SEED, state, machines, augment
         )
-        job = training.Job(state, None, None, None, pipeline, None, feeds)
+        job = training.Job(state, None, pipeline, None, None, feeds)
         place = tf.group(state.epoch.assign(epoch), state.epoch_images.assign(consumed))
         devices = utils.choose_devices('cpu', num_towers)
         with start(job, devices, place) as session:

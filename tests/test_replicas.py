@@ -127,7 +127,7 @@ def test_the_copies_and_their_slots_have_tower_0s_bits_after_each_step(
     assert not set(copies) & set(own)
     with start(job, devices) as session:
         for _ in range(3):
-            session.run(job.train_op)
+            session.run(job.step.train_op)
             assert session.run(job.replicas.equal).all()
             values = session.run([own, copies])
             for name, value in values[1].items():
@@ -143,15 +143,15 @@ def test_a_step_that_fails_in_one_tower_leaves_all_as_it_was(small):
     left = [n for n in everything if n.startswith(('replica_', 'conv', 'dense', 'tr'))]
     kept = {name: everything[name] for name in left}
     with start(job, devices) as session:
-        session.run(job.train_op)
+        session.run(job.step.train_op)
         session.run(spoil)
         before = session.run(kept)
         told = 'tower 2: .* : Tensor had NaN values'
         with pytest.raises(tf.errors.InvalidArgumentError, match=told):
-            session.run(job.train_op)
+            session.run(job.step.train_op)
         assert_same_bits(before, session.run(kept))
         session.run(job.replicas.copy)
-        session.run(job.train_op)
+        session.run(job.step.train_op)
 
 
 # Gradients

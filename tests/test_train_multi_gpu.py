@@ -49,18 +49,12 @@ def test_two_variable_model_follows_numpy_step_by_step(num_towers):
         return ModelSpec(tf.reduce_mean(losses), losses, tf.zeros([batch]), None, None)
 
     devices = utils.choose_devices('cpu', num_towers)
-    learning_rate = tf.constant(rate)
-    optimizer = updates.create_optimizer('sgd', learning_rate)
+    rule = updates.create_sgd(rate)
     specs, tower_grads = train_multi_gpu.build_towers(
-        devices.towers, batches, build_tower, optimizer
+        make_flags('--xla', 'off'), devices.towers, batches, build_tower, rule
     )
-    train_op = updates.apply_gradients(
-        optimizer,
-        train_multi_gpu.average_gradients(tower_grads),
-        learning_rate,
-        updates.sum_up(specs),
-        state,
-    )
+    grads = train_multi_gpu.average_gradients(tower_grads)
+    train_op = updates.apply_gradients(rule, grads, updates.sum_up(specs), state)
     losses, before = [], 0.0
     with utils.open_session(devices, THREADS) as session:
         session.run(tf.global_variables_initializer())

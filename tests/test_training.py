@@ -105,7 +105,7 @@ def test_the_baseline_runs_with_its_model_on_another_device(small):
             end_of_epoch = training.build_end_of_epoch(job.state)
             saver = tf.train.Saver()
             with start(job, utils.choose_devices('cpu', 2)) as session:
-                session.run(job.train_op)
+                session.run(job.step.train_op)
                 session.run(job.evaluation.predictions, {job.evaluation.start: 0})
                 session.run(end_of_epoch.op, {end_of_epoch.accuracy: 0.4})
                 session.run(end_of_epoch.set_best, {end_of_epoch.accuracy: 0.5})

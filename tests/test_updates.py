@@ -162,9 +162,8 @@ def follow(optimizer, resource, weight_decay, steps=4):
     rate = tf.constant(0.1)
     optimizer = updates.create_optimizer(optimizer, rate)
     train_op = updates.apply_gradients(
-        optimizer,
+        updates.Rule(rate, optimizer, None),
         optimizer.compute_gradients(spec.loss, variables),
-        rate,
         updates.sum_up([spec]),
         training.create_state(),
         weight_decay=weight_decay,

@@ -33,7 +33,7 @@ def test_the_average_follows_numpy_step_by_step(small, towers):
     with start(job, devices) as session:
         expected = session.run(variables)
         for step in range(1, 11):
-            session.run(job.train_op)
+            session.run(job.step.train_op)
             decay = min(0.6, (1 + step) / (10 + step))
             weights, found = session.run([variables, averages])
             for name, weight in weights.items():
