@@ -194,10 +194,29 @@ def _find_changes(before, now, names):
         for flags in (before, now)
     )
     return ' and '.join(
-        '--%s %s, not %s' % (name, before[name], now[name])
+        _describe_change(name, before[name], now[name])
         for name in sorted(names & set(before) & set(now))
         if before[name] != now[name]
     )
+
+
+def _describe_change(name, before, now):
+    """Returns '--seed 0, not 1', or '--fp16, not no --fp16'."""
+    before, now = (_format_flag(name, value) for value in (before, now))
+    flag = '--%s ' % name
+    if before.startswith(flag) and now.startswith(flag):
+        now = now[len(flag) :]
+    return '%s, not %s' % (before, now)
+
+
+def _format_flag(name, value):
+    """Returns '--seed 0', '--fp16', or 'no --fp16'."""
+    if value is None or value is False or value == []:
+        return 'no --%s' % name
+    if value is True:
+        return '--%s' % name
+    text = ','.join(map(str, value)) if isinstance(value, (list, tuple)) else value
+    return '--%s %s' % (name, text)
 
 
 def _check_flags(model_dir, flags):

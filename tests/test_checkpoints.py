@@ -196,6 +196,20 @@ def test_harmless_changes_go_on_and_are_listed(main, flags, two):
         assert 'was trained with --dropout 0.4' in file.read()
 
 
+def test_flags_that_were_not_given_are_told_as_that(main, flags, two):
+    flags += ['--max_steps', '6', '--model_dir', 'm']
+    more = ['--clip_norm', '9', '--augment', 'shift,flip', '--scale_lr']
+    assert main('train.py', *more, *flags).err == (
+        'WARNING: m was trained with no --augment, not --augment shift,flip and no '
+        '--clip_norm, not --clip_norm 9.0 and no --scale_lr, not --scale_lr so far\n'
+    )
+    more = ['--augment', 'crop', '--max_steps', '7']
+    assert (
+        'm was trained with --augment shift,flip, not crop and --clip_norm 9.0, not no '
+        '--clip_norm and --scale_lr, not no --scale_lr so far\n'
+    ) in main('train.py', *flags, *more).err
+
+
 def test_other_data_is_refused_by_what_differs(main, flags, two, small, tmp_path):
     before = read_files('m')
     for name, told in (

@@ -431,13 +431,15 @@ def test_all_scripts_standardize_as_training_does(main, standardized_run, tmp_pa
 def test_a_run_goes_on_standardized_or_not_at_all(main, standardized_run):
     model_dir, path, _, _, _ = standardized_run
     argv = RUN + ['--data_dir', path]
-    told = '%s was trained with --standardize True, not False: give the same'
+    told = '%s was trained with --standardize, not no --standardize: give the same'
     done = main('train_multi_gpu.py', *argv, '--model_dir', model_dir)
     assert_mistake(done, told % model_dir)
     argv += ['--max_steps', '1', '--model_dir', 'other']
     assert main('train.py', *argv).status == 0
     done = main('train.py', *argv, '--standardize')
-    assert_mistake(done, 'other was trained with --standardize False, not True: give')
+    assert_mistake(
+        done, 'other was trained with no --standardize, not --standardize: give'
+    )
 
 
 def test_a_run_that_goes_on_keeps_its_moments(main, tmp_path):
