@@ -346,6 +346,7 @@ def test_many_epochs_add_no_node_and_no_memory(main, flags, monkeypatch):
 
     monkeypatch.setattr(training, 'finish_epoch', watch)
     flags += ['--num_gpus', '2', '--batch_size', '128', '--epochs', '20']
+    flags += ['--model', 'mlp']
     done = main('train_multi_gpu.py', *flags)
     assert done.status == 0 and len(sizes) == 20
     assert len(set(nodes)) == 1

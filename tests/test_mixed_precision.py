@@ -108,11 +108,17 @@ def test_what_no_scale_can_help_is_an_error():
         assert session.run(state.global_step) == 0
 
 
+def net(images, training, num_classes, dropout):
+    """A layer of 64 units: on a CPU half math takes a hundred times as long."""
+    x = tf.nn.relu(model.dense(model.flatten(images), 64, 'dense1'))
+    return model.dense(dropout(x), num_classes, 'dense2')
+
+
 @pytest.mark.parametrize('towers', ['1', '2'])
-def test_it_learns_as_float32_does(run_steps, small, main, flags, towers):
+def test_it_learns_as_float32_does(small, main, flags, towers, monkeypatch):
+    monkeypatch.setitem(model.NETWORKS, 'net', net)
     flags += ['--num_gpus', towers, '--epochs', '2', '--batch_size', '20']
-    # On a CPU half convolutions take a hundred times as long.
-    flags += ['--learning_rate', '0.002', '--model', 'mlp']
+    flags += ['--learning_rate', '0.002', '--model', 'net']
     done = main('train_multi_gpu.py', '--model_dir', 'plain', *flags)
     assert done.status == 0 and 'fp16' not in done.out
     done = main('train_multi_gpu.py', '--model_dir', 'half', '--fp16', *flags)
@@ -131,8 +137,9 @@ def test_it_learns_as_float32_does(run_steps, small, main, flags, towers):
 
 def test_a_scale_that_is_too_large_is_found_and_saved(small, main, flags, monkeypatch):
     monkeypatch.setattr(mixed_precision, 'FIRST', 2.0**40)
+    monkeypatch.setitem(model.NETWORKS, 'net', net)
     flags += ['--fp16', '--batch_size', '50', '--model_dir', 'm', '--epochs', '1']
-    flags += ['--model', 'mlp']
+    flags += ['--model', 'net']
     assert main('train.py', '--max_steps', '10', *flags).status == 0
     part = read_checkpoint('m/model.ckpt-0-10')
     assert part['loss_scale/scale'] == 2.0 ** (40 - part['loss_scale/skipped'])
