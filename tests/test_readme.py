@@ -20,7 +20,7 @@ import export
 import model
 import predict
 from data_sets import Examples
-from tests.conftest import ROOT, write_data_set
+from tests.conftest import ROOT, make_flags, write_data_set
 
 # What is not run here, and why.
 LEFT_OUT = {
@@ -184,7 +184,7 @@ def test_the_network_of_the_readme_is_trained_evaluated_and_exported(main, flags
 
 
 def test_every_link_leads_to_a_file():
-    pages = ['README.md', 'README.ja.md']
+    pages = ['README.md', 'README.ja.md', 'CONTRIBUTING.md', 'CHANGELOG.md']
     pages += ['docs/' + n for n in os.listdir(ROOT + '/docs') if n.endswith('.md')]
     for page in pages:
         with open(os.path.join(ROOT, page), encoding='utf-8') as file:
@@ -216,3 +216,14 @@ def test_every_flag_of_the_readme_exists(capsys):
     others = {'--logdir', '--dir', '--tag_set', '--signature_def', '--kills'}
     for flag in set(re.findall(r'--[a-z_]+', read_pages()['README.md'])) - others:
         assert flag in shown, flag
+
+
+def test_every_recipe_is_a_file_of_flags_and_its_result_is_in_the_readme():
+    names = sorted(os.listdir(os.path.join(ROOT, 'recipes')))
+    assert 'mnist.txt' in names
+    for name in names:
+        flags = make_flags('@' + os.path.join(ROOT, 'recipes', name))
+        assert flags.model in model.NETWORKS, name
+        for page, text in read_pages().items():
+            rows = re.findall(r'^\| .*@recipes/%s.*%% \|$' % re.escape(name), text, re.M)
+            assert rows, '%s has no row of %s' % (page, name)
