@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import shlex
+import sys
 
 import augmentation
 from networks import find_network
@@ -32,7 +33,6 @@ def parse(description, networks, towers, argv=None):
         description=description,
         epilog='@FILE stands for the flags in a file, as those in recipes/ are.',
         allow_abbrev=False,
-        fromfile_prefix_chars='@',
     )
     add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
@@ -44,7 +44,7 @@ def parse(description, networks, towers, argv=None):
         _add_machines(parser.add_argument_group('several machines, as TF_CONFIG says'))
     _add_records(parser.add_argument_group('TensorBoard and trace'))
     _add_screen(parser.add_argument_group('screen'))
-    flags = parser.parse_args(argv)
+    flags = parser.parse_args(read_files(sys.argv[1:] if argv is None else argv))
     if flags.histograms and not flags.summary_steps:
         raise UserError(
             '--histograms go to the event files: not with --summary_steps 0'
@@ -71,12 +71,53 @@ def _check_replicated(flags):
             )
 
 
+def read_files(words, inside=()):
+    """Returns the words of a command line, those of a file in place of each @FILE.
+
+    Args:
+      words: list of strings.
+      inside: paths of the files that they are from, one within the other.
+
+    Raises:
+      UserError: a file can't be read as flags.
+    """
+    found = []
+    for word in words:
+        path = os.path.realpath(word[1:])
+        if not word.startswith('@'):
+            found.append(word)
+        elif path in inside:
+            raise UserError('%s: this file of flags stands for itself' % word)
+        else:
+            found += read_files(_read_file(word), inside + (path,))
+    return found
+
+
+def _read_file(word):
+    """Returns the words of the file that @FILE names; `#` begins a comment."""
+    try:
+        with open(word[1:], encoding='utf-8-sig') as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UserError('%s, a file of flags: %s' % (word, error.strerror)) from None
+    except UnicodeDecodeError:
+        raise UserError('%s, a file of flags, is not UTF-8' % word) from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if '\0' in line:
+                raise ValueError('a zero byte is no text')
+            found += shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError('%s, line %d: %s' % (word, number, error)) from None
+    if '--verbose' in found:
+        # TensorFlow is imported, and silent, before any file is read.
+        raise UserError('%s: --verbose has its place on the command line' % word)
+    return found
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake costs one line instead of the whole usage."""
-
-    def convert_arg_line_to_args(self, line):
-        """Returns the words of a line of a file of flags; `#` begins a comment."""
-        return shlex.split(line, comments=True)
 
     def error(self, message):
         raise UserError('%s (see --help)' % message)

@@ -86,8 +86,11 @@ def import_tensorflow():
     if not VERBOSE:
         # Of several machines, a lost one is told by name: its channels' errors are not.
         # Nor is that towers wait in vain for one that fails, but how it does.
-        quiet = 'cluster' in os.environ.get('TF_CONFIG', '')
-        level = '3' if quiet or '--sync_batch_norm' in sys.argv else '2'
+        # (A file of flags may ask for that, too.)
+        quiet = 'cluster' in os.environ.get('TF_CONFIG', '') or any(
+            word == '--sync_batch_norm' or word.startswith('@') for word in sys.argv
+        )
+        level = '3' if quiet else '2'
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', level)
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
     with quiet_stderr(), leave_at_once():

@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import json
 import os
+import pathlib
 import pty
 import re
 import shlex
@@ -25,9 +26,11 @@ import training
 import utils
 from tests.conftest import (
     ROOT,
+    assert_mistake,
     assert_same_bits,
     command,
     files,
+    make_flags,
     read_checkpoint,
     read_files,
     read_metrics,
@@ -420,6 +423,41 @@ def test_a_mistake_gets_one_line_in_a_process_of_its_own():
 
 def no_gpus():
     return dict(os.environ, CUDA_VISIBLE_DEVICES='')
+
+
+@pytest.mark.parametrize(
+    'content, told',
+    [
+        (None, '@f.txt, a file of flags: No such file or directory'),
+        (b'--seed 1\n@f.txt', '@f.txt: this file of flags stands for itself'),
+        (b'@./f.txt', '@./f.txt: this file of flags stands for itself'),
+        (b'--seed 1 # caf\xe9', '@f.txt, a file of flags, is not UTF-8'),
+        (b"--seed 1\n--model 'cnn", '@f.txt, line 2: No closing quotation'),
+        (b'--model_dir a\0b', '@f.txt, line 1: a zero byte is no text'),
+        (b'--verbose', '@f.txt: --verbose has its place on the command line'),
+        (b'--seed one', "argument --seed: 'one' is not a whole number"),
+        (b'stray', 'unrecognized arguments: stray'),
+    ],
+)
+def test_a_file_of_flags_that_is_none_costs_one_line(main, content, told):
+    if content is not None:
+        pathlib.Path('f.txt').write_bytes(content)
+    done = main('train_multi_gpu.py', '@f.txt')
+    assert_mistake(done, 'ERROR: ' + told)
+    assert files() == ([] if content is None else ['f.txt'])
+
+
+def test_a_file_of_flags_stands_for_its_words():
+    texts = {
+        'a': "--seed 3 # it's a comment\n\n# another\n@b --epochs 5\n",
+        'b': "\ufeff--epochs 4\r\n--model_dir 'a b\u00e9' --num_gpus\n2\n",
+    }
+    for name, text in texts.items():
+        pathlib.Path(name).write_bytes(text.encode('utf-8'))
+    flags = make_flags('--seed', '1', '@a', '--batch_size', '7')
+    assert (flags.seed, flags.epochs, flags.num_gpus) == (3, 5, 2)
+    assert (flags.model_dir, flags.batch_size) == ('a b\u00e9', 7)
+    assert make_flags('@b', '@b').epochs == 4
 
 
 def test_a_damaged_data_file_gets_one_line(main, small_dir, tmp_path_factory):
