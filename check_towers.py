@@ -9,6 +9,7 @@ network, and which of them a pooling takes for the largest, a rounding error dec
 import numpy as np
 
 import batch_norm
+import updates
 import utils
 from tf1 import tf
 from utils import RunFailed, log
@@ -31,8 +32,8 @@ def check(flags, devices, data, threads, build_model, build_gradients):
       threads: what `utils.choose_threads` returned.
       build_model: (images, labels, training) -> `ModelSpec`, with nothing random.
       build_gradients: (device strings, batches, build_tower) -> (list of
-        (gradient, variable), averaged over the towers; op that gives the towers the
-        same weights).
+        (gradient, variable), averaged over the towers, of all copies of the variables;
+        op that gives the towers the same weights).
 
     Raises:
       RunFailed: by more than rounding explains.
@@ -75,7 +76,13 @@ def check(flags, devices, data, threads, build_model, build_gradients):
                     variables[name].load(value, session)
                 session.run(copy)
                 weights = session.run(variables)
-                found = session.run(gradients, dict(zip(fed, (images, labels))))
+                try:
+                    found = session.run(gradients, dict(zip(fed, (images, labels))))
+                except tf.errors.InvalidArgumentError as error:
+                    fault = updates.find_not_finite(error)
+                    if not fault:
+                        raise
+                    raise RunFailed('check: %s' % fault) from None
         return weights, found
 
     weights, many = compute(devices.towers)

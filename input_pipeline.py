@@ -245,7 +245,8 @@ def _check_size(num_images, batch_size, num_towers, micro_steps):
     more = ' x %d micro-steps' % micro_steps if micro_steps > 1 else ''
     if num_images < least:
         raise UserError(
-            '%d training images for %d towers%s' % (num_images, num_towers, more)
+            '%d training images for %d towers%s: give fewer'
+            % (num_images, num_towers, more)
         )
     if num_images < batch_size * least:
         raise UserError(

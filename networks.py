@@ -205,7 +205,13 @@ def _adapt(name, function, takes_dropout):
                 '--model %s makes %s anew in each copy of the network: only variables '
                 'of tf.get_variable are shared' % (name, made[0].op.name)
             )
-        return _check_logits(name, logits, images.shape.as_list()[0], num_classes)
+        logits = _check_logits(name, logits, images.shape.as_list()[0], num_classes)
+        if training and not tf.trainable_variables():
+            raise UserError(
+                '--model %s has nothing to train: make its variables with '
+                'tf.get_variable' % name
+            )
+        return logits
 
     return network
 

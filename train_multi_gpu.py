@@ -118,8 +118,10 @@ def check(flags, devices, data, threads):
     def build_gradients(devices, batches, build_tower):
         rule = updates.create_sgd(1.0)
         specs, tower_grads = build_towers(flags, devices, batches, build_tower, rule)
+        # Of all copies: an all-reduce of one tower would wait for the others' for ever.
         averaged = average_towers(flags, devices, specs, tower_grads)
-        return averaged[0], replicas.build(len(averaged)).copy
+        gradients = list(itertools.chain(*averaged))
+        return gradients, replicas.build(len(averaged)).copy
 
     build_model = model.make_model_fn(flags, data)
     check_towers.check(flags, devices, data, threads, build_model, build_gradients)
@@ -172,8 +174,8 @@ def average_gradients(tower_grads):
       A list of (gradient, variable), each gradient the mean over the towers.
 
     Raises:
-      ValueError: there are no towers or no gradients, or a tower has other variables
-        than tower 0.
+      ValueError: there are no towers, or a tower has other variables than tower 0.
+      UserError: there are no gradients.
     """
     averaged = []
     for pairs in zip(*leave_out_untrained(tower_grads)):
@@ -200,7 +202,7 @@ def leave_out_untrained(tower_grads):
             name = pairs[0][1].name
             log.warning('%s has no gradient in any tower: not trained', name)
     if not trained:
-        raise ValueError('average_gradients: no variable has a gradient in any tower')
+        raise UserError(updates.NO_GRADIENT)
     return list(zip(*trained))
 
 

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import math
-import re
 import time
 
 import all_reduce
@@ -302,13 +301,12 @@ def train(flags, job, calls, model_dir):
         calls.prefill()
         rows, saved = run_epochs(flags, job, calls)
     except tf.errors.InvalidArgumentError as error:
-        where = r'((?:tower \d+|all towers): .*?) ?: Tensor had (.*?) values'
-        found = re.search(where, str(error))
+        found = updates.find_not_finite(error)
         if not found or is_echo(error):
             raise
         raise RunFailed(
-            'step %d, %s has %s values; the checkpoints are from before it'
-            % (calls.read_state().global_step + 1, found.group(1), found.group(2))
+            'step %d, %s; the checkpoints are from before it'
+            % (calls.read_state().global_step + 1, found)
         ) from None
     except (RunStopped, tf.errors.OutOfRangeError) as error:
         # Queues that were closed to let a stop through make the step fail.

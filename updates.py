@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import re
 
 import accumulation
 import all_reduce
@@ -12,10 +13,14 @@ import replicas
 import weight_averages
 from cluster import ONE
 from tf1 import tf
-from utils import log
+from utils import UserError, log
 
 # Loss, accuracy and learning rate, that each step gives.
 NUM_METRICS = 3
+
+NO_GRADIENT = (
+    'no variable has a gradient: the loss must depend on one by ops that have one'
+)
 
 # What a step adds to an epoch's sums. loss: float64 and correct: float32, scalars, over
 # the images of all towers. images: how many these are. wishes: float32 [machines], see
@@ -201,7 +206,10 @@ def drop_missing(grads_and_vars):
     for gradient, variable in grads_and_vars:
         if gradient is None:
             log.warning('%s has no gradient: not trained', variable.name)
-    return [pair for pair in grads_and_vars if pair[0] is not None]
+    trained = [pair for pair in grads_and_vars if pair[0] is not None]
+    if not trained:
+        raise UserError(NO_GRADIENT)
+    return trained
 
 
 def clip(grads_and_vars, clip_norm, loss_scale=None):
@@ -403,3 +411,10 @@ def check_finite(grads_and_vars, spec, tower, loss_scale=None):
         if loss_scale is not None:
             return grads_and_vars, spec
         return [(check_gradient(g, v), v) for g, v in grads_and_vars], spec
+
+
+def find_not_finite(error):
+    """Returns what of which tower a failed step found not finite, or None."""
+    where = r'((?:tower \d+|all towers): .*?) ?: Tensor had (.*?) values'
+    found = re.search(where, str(error))
+    return found and '%s has %s values' % found.groups()

@@ -24,7 +24,15 @@ def check(main, flags, *argv):
 
 
 @pytest.mark.parametrize('towers', ['1', '2', '4'])
-@pytest.mark.parametrize('more', [[], ['--gradient_packs', '2'], ['--xla', 'on']])
+@pytest.mark.parametrize(
+    'more',
+    [
+        [],
+        ['--gradient_packs', '2'],
+        ['--xla', 'on'],
+        ['--variables', 'replicated'],
+    ],
+)
 def test_towers_that_are_one_go_on_to_train(main, flags, towers, more):
     argv = ['--num_gpus', towers, '--batch_size', '8', *more]
     done, difference = check(main, flags, *argv)
@@ -53,6 +61,28 @@ def test_towers_that_are_not_one_end_with_status_1(main, flags, monkeypatch, fac
     assert difference == pytest.approx(factor - 1, rel=0.05)
     assert 'dense1/bias differs' in done.err
     assert done.err.endswith('the towers are not one\n') and done.err.count('\n') == 1
+
+
+@pytest.mark.parametrize('variables', ['shared', 'replicated'])
+def test_a_gradient_that_is_not_finite_is_told_by_tower(main, flags, variables):
+    with open('net.py', 'w') as file:
+        file.write(OVERFLOWS)
+    argv = ['--num_gpus', '2', '--variables', variables, '--model', 'net.py:overflow']
+    done = main('train_multi_gpu.py', *flags, *RUN, *argv)
+    assert done.status == 1 and not files('m')
+    told = r'ERROR: check: tower [01]: the gradient of w has (NaN|Inf) values\n'
+    assert re.fullmatch(told, done.err), done.err
+
+
+OVERFLOWS = """
+import tensorflow.compat.v1 as tf
+
+def overflow(images, training, num_classes):
+    x = tf.reshape(images, [images.shape[0], -1])
+    start = tf.constant_initializer(1e30)
+    w = tf.get_variable('w', [x.shape[1], num_classes], initializer=start)
+    return 1e30 * tf.matmul(x, w)
+"""
 
 
 def test_each_towers_own_batch_norm_is_explained_and_a_common_one_is_one(main, flags):

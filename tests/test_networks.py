@@ -391,6 +391,31 @@ def test_what_are_no_logits_costs_one_line(main, flags, result, told):
     assert files() == before and os.listdir('.') == ['nets']
 
 
+@pytest.mark.parametrize('script', ['train.py', 'train_multi_gpu.py'])
+@pytest.mark.parametrize(
+    'body, told',
+    [
+        (
+            'tf.zeros([images.shape[0], num_classes])',
+            'ERROR: --model nets/f.py:f has nothing to train: make its variables with '
+            'tf.get_variable\n',
+        ),
+        (
+            "tf.one_hot(tf.argmax(tf.get_variable('w', [32, 10]), 1), num_classes)",
+            'ERROR: no variable has a gradient: the loss must depend on one by ops '
+            'that have one\n',
+        ),
+    ],
+)
+def test_a_network_that_can_not_learn_costs_one_line(main, flags, script, body, told):
+    written_network('def f(images, training, num_classes):\n    return %s\n' % body)
+    done = main(script, *flags, '--model', 'nets/f.py:f')
+    assert done.status == 2 and done.out == ''
+    said = [line for line in done.err.splitlines(True) if 'has no gradient' not in line]
+    assert said == [told]
+    assert os.listdir('.') == ['nets']
+
+
 def test_a_batch_that_is_not_known_may_stay_so():
     written_network('def f(images, training, num_classes):\n    return images\n')
     f = find('nets/f.py:f')
