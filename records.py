@@ -255,11 +255,14 @@ def begin(model_dir, config):
             len(config['machines']),
         )
     text = json.dumps(config, indent=2, sort_keys=True)
+    path = os.path.join(model_dir, 'train.log')
     try:
-        utils.log_to(os.path.join(model_dir, 'train.log'))
-        write_whole(os.path.join(model_dir, 'config.json'), text + '\n')
+        utils.log_to(path)
+        path = os.path.join(model_dir, 'config.json')
+        write_whole(path, text + '\n')
     except OSError as error:
-        raise UserError('%s: %s' % (error.filename, error.strerror)) from None
+        # (Of a full disk it does not know the file.)
+        raise UserError('%s: %s' % (path, error.strerror)) from None
 
 
 def write_whole(path, text):

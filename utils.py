@@ -414,6 +414,7 @@ def run_main(main, must_show=False):
     results = set_up_logging()
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
+        _check_current_directory()
         main()
         if must_show and results.lost is not None:
             raise RunFailed('stdout: %s' % results.lost.strerror)
@@ -422,6 +423,15 @@ def run_main(main, must_show=False):
         return report(error)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_current_directory():
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            'the current directory: %s: cd to one that is there' % error.strerror
+        ) from None
 
 
 def _raise_stopped(number, frame):

@@ -272,6 +272,20 @@ def test_a_directory_in_a_files_place_is_told_in_one_line(main, flags):
         assert 'm-%s/%s' % (name, name) in done.err
 
 
+def test_a_disk_that_is_full_at_the_start_is_told_with_the_file(main, flags):
+    # Where nothing can be written any more, a file's size is what fails.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        done = main('train.py', '--summary_steps', '0', '--model_dir', 'm', *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert done.status == 2 and done.err == 'ERROR: m/config.json: File too large\n'
+    assert files('m') == ['train.log']
+
+
 # Rotation and the best
 
 

@@ -26,6 +26,7 @@ import training
 import utils
 from tests.conftest import (
     ROOT,
+    Finished,
     assert_mistake,
     assert_same_bits,
     command,
@@ -419,6 +420,20 @@ def test_a_mistake_gets_one_line_in_a_process_of_its_own():
     for script in ('train.py', 'train_multi_gpu.py'):
         done = command(script, '--device', 'gpu', env=no_gpus())
         assert_refused(done, '--device gpu: TensorFlow')
+
+
+@pytest.mark.parametrize('script', ['train.py', 'evaluate.py'])
+def test_a_current_directory_that_is_gone_costs_one_line(script):
+    os.mkdir('gone')
+    words = ' '.join(map(shlex.quote, [sys.executable, os.path.join(ROOT, script)]))
+    done = subprocess.run(
+        ['sh', '-c', 'cd gone; rmdir ../gone; exec ' + words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    told = 'the current directory: No such file or directory: cd to one that is there'
+    assert_mistake(Finished(done.returncode, done.stdout, done.stderr), told)
 
 
 def no_gpus():
