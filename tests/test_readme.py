@@ -225,5 +225,5 @@ def test_every_recipe_is_a_file_of_flags_and_its_result_is_in_the_readme():
         flags = make_flags('@' + os.path.join(ROOT, 'recipes', name))
         assert flags.model in model.NETWORKS, name
         for page, text in read_pages().items():
-            rows = re.findall(r'^\| .*@recipes/%s.*%% \|$' % re.escape(name), text, re.M)
-            assert rows, '%s has no row of %s' % (page, name)
+            row = r'^\| .*@recipes/%s.*%% \|$' % re.escape(name)
+            assert re.findall(row, text, re.M), '%s has no row of %s' % (page, name)
