@@ -5,10 +5,12 @@ import functools
 import hashlib
 import os
 import tempfile
+import zipfile
 import zlib
 
 import numpy as np
 
+from array_files import list_members, read_member
 from utils import log
 
 # numpy's own arguments have names, too.
@@ -33,13 +35,14 @@ def remember(flags, name, paths, find_out):
     """
     stamp = np.frombuffer(make_stamp(paths), np.uint8)
     path = os.path.join(find_directory(flags), name + '.npz')
-    found = _read(path)
-    if found is not None and np.array_equal(found.pop('stamp', None), stamp):
-        return {key[len(PREFIX) :]: value for key, value in found.items()}
+    found = _read(path, stamp)
+    if found is not None:
+        return found
     found = find_out()
     try:
         with write_whole(path) as file:
-            np.savez(file, stamp=stamp, **{PREFIX + k: v for k, v in found.items()})
+            arrays = {PREFIX + key: value for key, value in found.items()}
+            np.savez(file, stamp=stamp, names=list(found), **arrays)
     except OSError as error:
         _warn(os.path.dirname(path), error.strerror)
     return {key: np.asarray(value) for key, value in found.items()}
@@ -67,11 +70,14 @@ def make_stamp(paths):
     return digest.digest()
 
 
-def _read(path):
-    """Returns the dict of arrays in a file, None if there is none, or a damaged one."""
+def _read(path, stamp):
+    """Returns what was found out and kept, None if not all is there or it is old."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
+        with zipfile.ZipFile(path) as file:
+            arrays = {name: read_member(file, name) for name in list_members(file)}
+        if not np.array_equal(arrays['stamp'], stamp):
+            return None
+        return {name: arrays[PREFIX + name] for name in arrays['names'].tolist()}
     except Exception:  # whatever is wrong with it, it is made again
         return None
 

@@ -1,5 +1,6 @@
 """IDX, CIFAR and npz files: what is read, and what is refused in one line."""
 
+import gc
 import gzip
 import os
 import pickle
@@ -424,7 +425,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         assert refuse(tmp_path).startswith('%s: ' % path), data[:10]
     with zipfile.ZipFile(str(path), 'w') as file:
         file.writestr('x_train', b'no array at all')
-    assert refuse(tmp_path) == '%s: x_train is no array' % path
+    assert refuse(tmp_path) == '%s holds no array, no x_train' % path
 
 
 @pytest.mark.parametrize('compressed', [False, True])
@@ -451,6 +452,29 @@ def test_any_damaged_byte_of_an_npz_is_one_line_or_harmless(tmp_path, compressed
         else:
             assert (loaded.train.images[..., 0] == TRAIN.images).all()
     assert refused > 350
+
+
+def test_an_array_whose_header_says_less_than_there_is_is_refused(tmp_path):
+    # More than is read at once: numpy never sees the end, where the checksum is told.
+    train = make_examples(2000, 4, 5)
+    path = write_npz(tmp_path / 'a.npz', train, VALID)
+    data = (tmp_path / 'a.npz').read_bytes()
+    for name, form, less in (
+        ('y_train', b"'<i8'", b"'<i4'"),  # every other label would be 0
+        ('x_train', b'(2000, 4, 5)', b'(2000, 4, 1)'),
+    ):
+        place = data.index(form, data.index(name.encode()))
+        damaged = data[:place] + less + data[place + len(form) :]
+        (tmp_path / 'a.npz').write_bytes(damaged)
+        told = '%s: %s: more bytes than its header says' % (path, name)
+        assert refuse(tmp_path) == told
+
+
+def test_a_damaged_npz_prints_no_traceback(tmp_path, capfd):
+    (tmp_path / 'a.npz').write_bytes(b'PK\x05\x06' + b'\xff' * 18)
+    refuse(tmp_path)
+    gc.collect()
+    assert capfd.readouterr().err == ''
 
 
 def test_a_mistake_in_an_npz_ends_a_run_with_one_line(main, tmp_path):
