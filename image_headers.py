@@ -1,7 +1,9 @@
 """What an encoded image is, told by its first bytes: PNG, JPEG, GIF or BMP."""
 
 import collections
+import functools
 import struct
+import zlib
 
 # Kinds, by what TensorFlow needs to decode them all alike on both lines.
 # PLAIN: JPEG, and PNG without transparency. CLEAR: PNG with transparency.
@@ -21,11 +23,12 @@ class Incomplete(Exception):
     """More bytes are needed."""
 
 
-def read_header(data):
+def read_header(data, length=None):
     """Returns the `Header` of an image.
 
     Args:
       data: its first bytes.
+      length: how many it has in all, where that is known.
 
     Raises:
       ValueError: it is none that can be decoded; the text says why.
@@ -38,7 +41,7 @@ def read_header(data):
         (b'\xff\xd8', _read_jpeg),
         (b'\x89PNG\r\n\x1a\n', _read_png),
         (b'GIF8', _read_gif),
-        (b'BM', _read_bmp),
+        (b'BM', functools.partial(_read_bmp, length=length)),
     ):
         if data.startswith(magic):
             header = read(data)
@@ -78,11 +81,15 @@ def _read_png(data):
     if first != b'IHDR':
         raise ValueError('a damaged PNG: starts with a chunk %r' % first)
     clear = colour in (4, 6)
-    place = 8
+    place = 33  # after IHDR, which has 13 bytes and 12 around them
     while not clear:
         size, name = _unpack('>I4s', data, place)
         if name in (b'IDAT', b'IEND'):
             break
+        # The decoder does without a damaged tRNS, and its image is opaque.
+        (checksum,) = _unpack('>I', data, place + 8 + size)
+        if checksum != zlib.crc32(data[place + 4 : place + 8 + size]):
+            raise ValueError('a damaged PNG: chunk %r has another checksum' % name)
         clear = name == b'tRNS'
         place += 12 + size
     return Header(CLEAR if clear else PLAIN, height, width, colour in (0, 4))
@@ -93,7 +100,7 @@ def _read_gif(data):
     return Header(GIF, height, width, False)
 
 
-def _read_bmp(data):
+def _read_bmp(data, length):
     (size,) = _unpack('<I', data, 14)
     if size < 40:
         raise ValueError('a BMP of a kind that is not decoded: header of %d' % size)
@@ -104,9 +111,17 @@ def _read_bmp(data):
             'a BMP of a kind that is not decoded: %d bits, compression %d'
             % (bits, compression)
         )
+    (pixels,) = _unpack('<I', data, 10)
+    row = (width * bits // 8 + 3) // 4 * 4
+    end = pixels + row * (abs(height) - 1) + width * bits // 8
+    # TensorFlow 1.15 would read from wherever in memory that is.
+    if pixels < 14 + size or (length is not None and end > length):
+        raise ValueError(
+            'a damaged BMP: its header says pixels are in bytes %d to %d'
+            % (pixels, end)
+        )
     grey = False
     if kind == BMP8:
-        (pixels,) = _unpack('<I', data, 10)
         if len(data) < pixels:
             raise Incomplete
         palette = data[14 + size : pixels]

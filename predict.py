@@ -23,6 +23,8 @@ import utils
 from tf1 import quiet_stderr, tf
 from utils import RunFailed, UserError, log
 
+DAMAGED = 'no PNG, JPEG, BMP or GIF, or a damaged one'
+
 # Beside numbers of channels, a key of decoders.
 CLEAR = 'clear'
 
@@ -118,7 +120,7 @@ def explain(error):
     if isinstance(error, OSError):
         return error.strerror
     if isinstance(error, tf.errors.OpError):
-        return 'no PNG, JPEG, BMP or GIF, or a damaged one'
+        return DAMAGED
     return 'too large for the memory'
 
 
@@ -149,13 +151,14 @@ def make_decode(session, contents, decoders):
     }
 
     def decode(data):
+        clear = is_clear(data)
         channels = int.from_bytes(data[28:30], 'little') // 8
         if data[:2] != b'BM' or channels not in calls:
             channels = None
         failure = None
         with quiet_stderr():
             try:
-                image = calls[CLEAR if is_clear(data) else channels](data)
+                image = calls[CLEAR if clear else channels](data)
             except tf.errors.OpError as error:
                 failure = error
         if failure is not None:
@@ -166,10 +169,16 @@ def make_decode(session, contents, decoders):
 
 
 def is_clear(data):
-    """Returns whether an image is a PNG with transparency."""
+    """Returns whether an image is a PNG with transparency.
+
+    Raises:
+      OSError: it is a PNG or BMP whose damage the decoders do not see.
+    """
     try:
-        return image_headers.read_header(data).kind == image_headers.CLEAR
+        return image_headers.read_header(data, len(data)).kind == image_headers.CLEAR
     except (ValueError, image_headers.Incomplete):
+        if data[:2] in (b'BM', b'\x89P'):
+            raise OSError(0, DAMAGED) from None
         return False
 
 

@@ -289,6 +289,40 @@ def test_what_is_no_image_is_told(data, told):
     assert told in str(error.value)
 
 
+def test_damaged_transparency_is_no_transparency_left_out():
+    clear = png(GREY, clear=b'\0\7')
+    assert image_headers.read_header(clear).kind == CLEAR
+    place = clear.index(b'tRNS')
+    for damaged in (place, place + 5):  # its name, what it says
+        data = bytearray(clear)
+        data[damaged] ^= 32
+        with pytest.raises(ValueError, match='has another checksum'):
+            image_headers.read_header(bytes(data))
+
+
+@pytest.mark.parametrize(
+    'data, told',
+    [
+        (resized(bmp(COLOUR), 10, '<i', -1000), 'in bytes 4294966296 to 4294966509'),
+        (resized(bmp(COLOUR), 10, '<i', 53), 'pixels are in bytes 53 to'),
+        (resized(bmp(COLOUR), 18, '<ii', 2**29, 9), 'to 14495514678'),
+        (resized(bmp(GREY, 8, GREYS), 14, '<I', 65576), 'in bytes 1078 to'),
+        (bmp(COLOUR)[:-9], 'in bytes 54 to 267'),
+    ],
+)
+def test_pixels_that_are_not_in_a_bmp_are_not_read_elsewhere(data, told):
+    # TensorFlow 1.15 would end the process.
+    with pytest.raises(ValueError, match='a damaged BMP: ') as error:
+        image_headers.read_header(data, len(data))
+    assert told in str(error.value)
+
+
+def test_padding_after_a_bmps_last_row_may_be_missing():
+    data = bmp(COLOUR)
+    assert data.endswith(b'\0\0\0')
+    assert image_headers.read_header(data[:-3], len(data) - 3).kind == BMP24
+
+
 # Decoding
 
 

@@ -114,6 +114,9 @@ def test_a_bad_file_costs_a_line_and_the_others_are_done(main, trained_dir, digi
         write('cut.gif', gif(digits[3])[:-100]): 'no PNG, JPEG, BMP or GIF, or a dam',
         write('cut.bmp', bmp(digits[3])[:60]): 'no PNG, JPEG, BMP or GIF, or a damaged',
         write('cut.jpg', jpeg(digits[3])[:200]): 'no PNG, JPEG, BMP or GIF, or a damag',
+        write(
+            'far.bmp', bmp(digits[3])[:10] + b'\x18\xfc\xff\xff' + bmp(digits[3])[14:]
+        ): ('no PNG, JPEG, BMP or GIF, or a damag'),
         'absent.png': 'No such file or directory',
         'hollow': 'no image file is in this directory',
     }
@@ -123,7 +126,7 @@ def test_a_bad_file_costs_a_line_and_the_others_are_done(main, trained_dir, digi
     assert done.status == 1
     assert list(read_lines(done.out)) == [good]
     *told, last = done.err.splitlines()
-    assert last == 'ERROR: 8 of 9 files failed'
+    assert last == 'ERROR: 9 of 10 files failed'
     for line, (path, cause) in zip(told, bad.items()):
         assert line.startswith('ERROR: %s: %s' % (path, cause))
     assert len(told) == len(bad)
