@@ -132,14 +132,14 @@ def _read_header(path):
         length = os.fstat(file.fileno()).st_size
         data = file.read(image_headers.FIRST_BYTES)
         try:
-            return image_headers.read_header(data), length
+            return image_headers.read_header(data, length), length
         except image_headers.Incomplete:
             return _read_whole_header(data + file.read()), length
 
 
 def _read_whole_header(data):
     try:
-        return image_headers.read_header(data)
+        return image_headers.read_header(data, len(data))
     except image_headers.Incomplete:
         raise ValueError('ends in its header, after %d bytes' % len(data)) from None
 
@@ -237,6 +237,8 @@ def _iterate(path, plain_path, faults):
     """Yields (number, offset, bytes) of each good record of a file."""
     number = start = 0
     size = os.path.getsize(plain_path)
+    if not os.path.getsize(path):  # as a copy that failed leaves it
+        faults.append((path, 'empty'))
     while start < size:
         with _rest_of(plain_path, start) as rest:
             try:

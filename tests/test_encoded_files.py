@@ -302,6 +302,18 @@ def test_the_index_is_made_once_and_again_when_a_file_changes(tmp_path, monkeypa
     assert numbers_of(load(root).train) == list(range(13)) and len(scanned) == 3
 
 
+def test_what_is_kept_is_used_as_a_whole_or_not_at_all(tmp_path):
+    root = write_record_set(tmp_path / 'data')
+    load(root)
+    (directory,) = (tmp_path / 'runs').iterdir()
+    for path in directory.iterdir():
+        with np.load(str(path)) as file:
+            arrays = dict(file)
+        del arrays['found-label']
+        np.savez(str(path), **arrays)
+    assert numbers_of(load(root).train) == list(range(12))
+
+
 def test_what_can_not_be_kept_costs_one_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(utils.log, 'propagate', True)
     root = write_record_set(tmp_path / 'data')
@@ -310,6 +322,17 @@ def test_what_can_not_be_kept_costs_one_warning(tmp_path, caplog, monkeypatch):
     assert numbers_of(load(root).train) == list(range(12))
     (told,) = {record.getMessage() for record in caplog.records}
     assert 'data-' in told and 'is not kept for the next start' in told
+
+
+@pytest.mark.parametrize('ending', ['', '.gz'])
+def test_an_empty_file_of_records_is_not_taken_for_one_without_any(tmp_path, ending):
+    root = write_record_set(tmp_path / 'data')
+    path = root / ('train-00002-of-00003' + ending)
+    path.write_bytes(b'')
+    assert_refused(root, '%s: empty; --skip_bad leaves' % path)
+    data = load(root, skip_bad=True)
+    assert numbers_of(data.train) == list(range(12))
+    assert data.faults == [(str(path), 'empty')]
 
 
 def test_faults_of_records_are_named(tmp_path):
