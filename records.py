@@ -409,6 +409,14 @@ def _check_config(config):
     flags = config.get('flags') if isinstance(config, dict) else None
     if not isinstance(flags, dict):
         raise ValueError('not what this program writes there')
+    data = config.get('data', {})
+    classes = data.get('classes', []) if isinstance(data, dict) else None
+    if not isinstance(classes, list) or not all(
+        isinstance(name, (int, str)) for name in classes
+    ):
+        raise ValueError('"data" is not what this program writes there')
+    if not isinstance(config.get('machines', []), list):
+        raise ValueError('"machines" are no list')
     threads = config.get('threads')
     if not isinstance(threads, list) or len(threads) != 2:
         raise ValueError('"threads" are not two numbers')
@@ -469,9 +477,12 @@ def read_metrics(model_dir, epochs_done):
         return []
     except OSError as error:
         raise UserError('%s: %s' % (path, error.strerror)) from None
-    rows = []
+    rows, seen = [], set()
     for number, line in enumerate(lines, start=1):
         try:
+            if line in seen:
+                raise ValueError('twice')
+            seen.add(line)
             row = json.loads(line)
             if min(row[name] for name in NUMBERS) < 0:
                 raise ValueError('negative')

@@ -113,7 +113,7 @@ def _read_data(model_dir, config):
     data = data if isinstance(data, dict) else {}
     shape, num_classes = data.get('image_shape'), data.get('num_classes')
     numbers = (shape if isinstance(shape, list) else []) + [num_classes]
-    if len(numbers) != 4 or not all(isinstance(n, int) and n > 0 for n in numbers):
+    if len(numbers) != 4 or not all(type(n) is int and 0 < n < 2**20 for n in numbers):
         raise UserError(
             '%s/config.json does not say what data the model is for: '
             '"image_shape" %r, "num_classes" %r' % (model_dir, shape, num_classes)

@@ -1,6 +1,7 @@
 """Damaged, foreign and missing files; full disks; rotation and the best."""
 
 import glob
+import json
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 import checkpoints
 import model
+import records
 import train_multi_gpu
 import training
 import updates
@@ -239,6 +241,9 @@ def test_other_data_is_refused_by_what_differs(main, flags, two, small, tmp_path
         '{"flags": 3, "threads": [1, 2]}',
         '{"flags": {}, "threads": "abc"}',
         '{"flags": {}, "threads": [-5, 2]}',
+        '{"flags": {}, "threads": [1, 2], "data": ["localhost"]}',
+        '{"flags": {}, "threads": [1, 2], "data": {"classes": [[1]]}}',
+        '{"flags": {}, "threads": [1, 2], "machines": 3}',
     ],
 )
 def test_a_damaged_config_is_told_in_one_line(main, flags, two, text):
@@ -262,6 +267,13 @@ def test_a_damaged_line_of_metrics_costs_no_other(main, flags):
     for number in [*range(1, len(damaged) + 1), len(damaged) + 3]:
         assert 'm/metrics.jsonl: line %d is damaged' % number in done.err
     assert [row['epoch'] for row in read_metrics('m')] == [1, 2, 3]
+
+
+def test_a_line_of_metrics_that_is_there_twice_counts_once(tmp_path):
+    row = dict.fromkeys(records.NUMBERS, 1)
+    rows = [row, dict(row, epoch=2), row]
+    (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    assert records.read_metrics(str(tmp_path), 9) == rows[:2]
 
 
 def test_a_directory_in_a_files_place_is_told_in_one_line(main, flags):
