@@ -119,6 +119,14 @@ def _read_file(word):
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake costs one line instead of the whole usage."""
 
+    def parse_args(self, args=None, namespace=None):
+        flags = super().parse_args(args, namespace)
+        for name, value in vars(flags).items():
+            # What argparse makes of `--epochs=--`.
+            if value == [] and self.get_default(name) != []:
+                self.error('argument --%s: expected one argument' % name)
+        return flags
+
     def error(self, message):
         raise UserError('%s (see --help)' % message)
 

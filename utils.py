@@ -24,6 +24,9 @@ cleaning = []
 class UserError(Exception):
     """A mistake of the user's: its text is the one line that is shown, exit 2."""
 
+    def __init__(self, text):
+        super().__init__(in_one_line(text))
+
 
 class RunStopped(BaseException):
     """A signal or the time limit ends the run; `status` is the process's.
@@ -44,6 +47,14 @@ def raise_if(stop):
 
 class RunFailed(Exception):
     """The run can't go on; its text is the cause and needs no traceback, exit 1."""
+
+    def __init__(self, text):
+        super().__init__(in_one_line(text))
+
+
+def in_one_line(text):
+    """Returns a text with its line breaks, a file's name may have some, as escapes."""
+    return re.sub(r'[\x00-\x1f\x7f-\x9f\u2028\u2029]', lambda m: repr(m[0])[1:-1], text)
 
 
 # Devices

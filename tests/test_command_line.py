@@ -395,6 +395,8 @@ def assert_refused(done, told):
         (['--num_gpus', '0'], '--num_gpus'),
         (['--epochs', 'ten'], '--epochs'),
         (['--stray'], '--stray'),
+        (['--stray\nline'], 'unrecognized arguments: --stray\\nline'),
+        (['--epochs=--'], 'argument --epochs: expected one argument'),
         (['--device', 'gpu'], 'sees no GPU'),
         (['--gpus', '0,1'], 'sees no GPU'),
         (['--device', 'cpu', '--gpus', '0'], '--gpus'),
