@@ -79,7 +79,8 @@ def _divide(grads, num_packs):
     middles = iter([start + end for start, end in zip(starts, ends)])
 
     def find_pack(_):
-        return next(middles) * num_packs // max(1, 2 * ends[-1])
+        # The middle of one without elements may be the very end.
+        return min(next(middles) * num_packs // max(1, 2 * ends[-1]), num_packs - 1)
 
     return [list(group) for _, group in itertools.groupby(grads, find_pack)]
 

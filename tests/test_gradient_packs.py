@@ -67,6 +67,12 @@ def test_neighbours_share_a_pack_of_about_the_same_size(variables, num_packs, pa
         assert [''.join(v.op.name for v in group) for group in found] == packs
 
 
+def test_a_variable_without_elements_makes_no_pack_more():
+    variables = [tf.get_variable('a', [3]), tf.get_variable('none', [0])]
+    ((pair,),) = gradient_packs.pack([reshape(make_grads(variables, 0))], 1)
+    assert [v.op.name for v in pair[1].variables] == ['a', 'none']
+
+
 def test_no_towers_are_average_gradients_to_refuse():
     with pytest.raises(ValueError, match='average_gradients: no towers'):
         average_gradients(gradient_packs.pack([], 2))
