@@ -12,7 +12,7 @@ import threading
 import time
 
 from tf1 import STARTED
-from utils import RunStopped
+from utils import RunStopped, raised
 
 # A healthy step ends sooner; one that has not is waiting for input.
 PATIENCE_SECONDS = 1.0
@@ -25,10 +25,14 @@ _received = []
 def find_stop(deadline=None):
     """Returns a `RunStopped` once a signal has come or the deadline has passed.
 
+    A signal may have come before training, and be lost to what ran just then.
+
     Args:
       deadline: seconds on `time.monotonic`'s clock, or None.
     """
     status = None
+    if raised:
+        return raised[0]
     if _received:
         status = 128 + _received[0]
     elif deadline is not None and time.monotonic() >= deadline:

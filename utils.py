@@ -20,6 +20,10 @@ log = logging.getLogger('train')
 # Functions that `leave` calls.
 cleaning = []
 
+# What signals have raised before training. What ran just then may have swallowed it, as
+# every destructor does.
+raised = []
+
 
 class UserError(Exception):
     """A mistake of the user's: its text is the one line that is shown, exit 2."""
@@ -423,10 +427,16 @@ def run_main(main, must_show=False):
     With `must_show`, what stdout did not take is a failure: nothing else has it.
     """
     results = set_up_logging()
+    del raised[:]
     before = signal.signal(signal.SIGTERM, _raise_stopped)
+    ctrl_c_before = signal.getsignal(signal.SIGINT)
+    if ctrl_c_before == signal.default_int_handler:  # or it is ignored
+        signal.signal(signal.SIGINT, _raise_stopped)
     try:
         _check_current_directory()
         main()
+        if raised:
+            raise raised[0]
         if must_show and results.lost is not None:
             raise RunFailed('stdout: %s' % results.lost.strerror)
         return 0
@@ -434,6 +444,7 @@ def run_main(main, must_show=False):
         return report(error)
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ctrl_c_before)
 
 
 def _check_current_directory():
@@ -447,4 +458,6 @@ def _check_current_directory():
 
 def _raise_stopped(number, frame):
     del frame
-    raise RunStopped('stopped by SIGTERM', 128 + number)
+    name = signal.Signals(number).name
+    raised.append(RunStopped('stopped by %s' % name, 128 + number))
+    raise raised[-1]

@@ -1,5 +1,6 @@
 """A run that is stopped, by anything, goes on as if it had not been."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import time
 import pytest
 
 import checkpoints
+import utils
 from tests import soak
 from tests.conftest import (
     ROOT,
@@ -157,6 +159,18 @@ def slow_load(*args):
     time.sleep(60)
 data_sets.load = slow_load
 """
+# As a destructor does with whatever is raised in it.
+SWALLOW = """
+import os, signal
+load = data_sets.load
+def swallow(*args):
+    try:
+        os.kill(os.getpid(), signal.%s)
+        time.sleep(5)
+    except BaseException:
+        return load(*args)
+data_sets.load = swallow
+"""
 SLOW_SAVE = """
 save = checkpoints.save
 def slow(saver, *args):
@@ -295,6 +309,27 @@ def test_a_signal_before_training_is_no_traceback(flags):
         wait_for(process, 'loading')
         end(process, number)
         assert not os.path.exists('m')
+
+
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_a_signal_that_is_swallowed_before_training_stops_it_all_the_same(flags, name):
+    process = start(SWALLOW % name, '--model_dir', 'm', *flags)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.Signals[name]
+    assert 'stopped by %s: saved in epoch 1, step 0\n' % name in out
+    assert checkpoints.find('m') == ['m/model.ckpt-0-0']
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_swallowed_ends_any_script_with_its_status(number, capfd):
+    def main():
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+
+    assert utils.run_main(main) == 128 + number
+    assert utils.run_main(lambda: None) == 0
+    assert capfd.readouterr() == ('', '')
 
 
 def test_max_minutes_saves_and_stops_in_time(flags):
