@@ -326,9 +326,11 @@ def spoiled(images, training, *settings):
 """
 
 
-def test_a_number_that_is_not_finite_ends_a_synchronized_run(flags, tmp_path):
+@pytest.mark.parametrize('asked', ['--sync_batch_norm', '@sync.txt'])
+def test_a_number_that_is_not_finite_ends_a_synchronized_run(flags, tmp_path, asked):
+    (tmp_path / 'sync.txt').write_text('--sync_batch_norm  # in a file of flags\n')
     (tmp_path / 'net.py').write_text(SPOILED.replace('*settings', 'classes, dropout'))
-    flags += ['--num_gpus', '2', '--model', 'net.py:spoiled', '--sync_batch_norm']
+    flags += ['--num_gpus', '2', '--model', 'net.py:spoiled', asked]
     # What this process has set is not what a user's has.
     env = {k: v for k, v in os.environ.items() if k != 'TF_CPP_MIN_LOG_LEVEL'}
     done = command('train_multi_gpu.py', '--batch_size', '8', *flags, env=env)
