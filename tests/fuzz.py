@@ -664,8 +664,8 @@ def fuzz(name, rounds, seed=0, first=0, show=lambda line: None):
     """Runs rounds of a kind.
 
     Returns:
-      (refused, faults): how many rounds were refused in a line, and a line on each
-      round that came to what it must not.
+      (refused, faults): how many rounds were refused or told of in a line, and a line
+      on each round that came to what it must not.
     """
     refused, faults = 0, []
     with KINDS[name]() as kind:
@@ -687,10 +687,10 @@ def fuzz(name, rounds, seed=0, first=0, show=lambda line: None):
 
 
 def is_refused(kind, directory, path, lines):
-    """Runs one round; returns whether the damaged file was refused."""
+    """Runs one round; returns whether the damaged file was refused, or told of."""
     try:
         kind.use(directory, os.path.join(directory, path))
-        return False
+        return bool(lines)
     except (UserError, RunFailed) as error:
         text = str(error)
         assert directory in text, 'names no file: %s' % text
