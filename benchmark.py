@@ -4,7 +4,6 @@ Flags of train_multi_gpu.py say what is trained: --model, --batch_size, --device
 and so on. Nothing is saved but what --json and --plot name.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -87,11 +86,7 @@ def parse(argv=None):
     Raises:
       UserError: a flag is unknown, malformed, out of range, or has no meaning here.
     """
-    parser = command_line.Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(description=__doc__)
     parser.add_argument(
         '--num_gpus',
         type=command_line.number(int, 1, command_line.MAX_TOWERS),

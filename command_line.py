@@ -31,15 +31,15 @@ def parse(description, networks, towers, argv=None):
     """
     parser = Parser(
         description=description,
+        usage='%(prog)s [flag ...]',
         epilog='@FILE stands for the flags in a file, as those in recipes/ are.',
-        allow_abbrev=False,
     )
-    add_data(parser.add_argument_group('the data'))
     _add_run(parser.add_argument_group('the run'))
-    _add_saving(parser.add_argument_group('saving and stopping'))
     _add_training(parser.add_argument_group('model and training'), networks)
-    _add_recipe(parser.add_argument_group('recipe'), towers)
     _add_devices(parser.add_argument_group('devices'), towers)
+    add_data(parser.add_argument_group('the data'))
+    _add_saving(parser.add_argument_group('saving and stopping'))
+    _add_recipe(parser.add_argument_group('recipe'), towers)
     if towers:
         _add_machines(parser.add_argument_group('several machines, as TF_CONFIG says'))
     _add_records(parser.add_argument_group('TensorBoard and trace'))
@@ -116,8 +116,24 @@ def _read_file(word):
     return found
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """What `--help` shows: every default, and short names for values."""
+
+    def _get_help_string(self, action):
+        if '(default: ' in action.help or not action.option_strings:
+            return action.help
+        plain = {False: ' (default: off)', None: ' (default: none)'}
+        return action.help + plain.get(action.default, '')
+
+    def _get_default_metavar_for_optional(self, action):
+        return 'DIR' if action.dest.endswith('_dir') else 'N'
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake costs one line instead of the whole usage."""
+
+    def __init__(self, **settings):
+        super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
 
     def parse_args(self, args=None, namespace=None):
         flags = super().parse_args(args, namespace)
@@ -444,6 +460,7 @@ def add_device_choice(group, towers=True):
     group.add_argument(
         '--gpus',
         type=_gpu_list,
+        metavar='LIST',
         help='which of the visible GPUs to use, such as 0,2 (default: the first ones)',
     )
     group.add_argument(

@@ -47,9 +47,7 @@ def main():
 
 
 def parse(argv=None):
-    parser = command_line.Parser(
-        description=__doc__, allow_abbrev=False, prog='input_pipeline.py'
-    )
+    parser = command_line.Parser(description=__doc__, prog='input_pipeline.py')
     command_line.add_data(parser)
     parser.add_argument(
         '--batch_size',

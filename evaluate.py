@@ -57,7 +57,7 @@ def main():
 
 
 def parse(argv=None):
-    parser = command_line.Parser(description=__doc__, allow_abbrev=False)
+    parser = command_line.Parser(description=__doc__)
     trained.add_flags(parser)
     parser.add_argument(
         '--data_dir', help='the data set (default: the one it was trained on)'

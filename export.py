@@ -1,8 +1,8 @@
-"""Exports a trained model for use elsewhere: a SavedModel, a frozen graph, or both.
+"""Exports a trained model: a SavedModel, a frozen graph, or both.
 
 Input `images`: [n, height, width, channels] from 0 to 255, as in the data set.
-Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes]. What classes
-are called is in assets.extra/classes.txt of a SavedModel, a line each, from 0 on.
+Outputs `classes`, int64 [n], and `probabilities`, float32 [n, classes]. What
+classes are called is in assets.extra/classes.txt of a SavedModel, a line each.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def main():
 
 
 def parse(argv=None):
-    parser = command_line.Parser(description=__doc__, allow_abbrev=False)
+    parser = command_line.Parser(description=__doc__)
     trained.add_flags(parser)
     parser.add_argument(
         '--export_dir', metavar='DIR', help='a new directory for the SavedModel'

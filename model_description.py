@@ -19,9 +19,7 @@ def main():
 
 
 def parse(argv=None):
-    parser = command_line.Parser(
-        description=__doc__, allow_abbrev=False, prog='model.py'
-    )
+    parser = command_line.Parser(description=__doc__, prog='model.py')
     return parser.parse_args(argv)
 
 

@@ -69,9 +69,7 @@ def main():
 
 
 def parse(argv=None):
-    parser = command_line.Parser(
-        description='Says what class each image is of.', allow_abbrev=False
-    )
+    parser = command_line.Parser(description='Says what class each image is of.')
     trained.add_flags(parser)
     parser.add_argument(
         '--json', action='store_true', help='print one JSON object per file'

@@ -15,6 +15,7 @@ import pytest
 
 import benchmark
 import command_line
+import data_description
 import evaluate
 import export
 import model
@@ -202,20 +203,49 @@ def test_pictures_are_small():
         assert os.path.getsize(os.path.join(ROOT, 'docs/pictures', name)) < 200000, name
 
 
-def test_every_flag_of_the_readme_exists(capsys):
-    def parse_training(argv):
-        command_line.parse('', model.NETWORKS, towers=True, argv=argv)
+def parse_training(argv):
+    command_line.parse('', model.NETWORKS, towers=True, argv=argv)
 
-    for parse in (
-        *(parse_training, evaluate.parse, predict.parse, export.parse),
-        benchmark.parse,
-    ):
+
+PARSERS = {
+    'train_multi_gpu.py': parse_training,
+    'evaluate.py': evaluate.parse,
+    'predict.py': predict.parse,
+    'export.py': export.parse,
+    'benchmark.py': benchmark.parse,
+    'input_pipeline.py': data_description.parse,
+}
+
+
+@pytest.fixture
+def help_pages(capsys, monkeypatch):
+    """{script: what its `--help` prints on 80 columns}."""
+    monkeypatch.setenv('COLUMNS', '80')
+    pages = {}
+    for script, parse in PARSERS.items():
         with pytest.raises(SystemExit):
             parse(['--help'])
-    shown = capsys.readouterr().out
+        pages[script] = capsys.readouterr().out
+    return pages
+
+
+def test_every_flag_of_the_readme_exists(help_pages):
+    shown = ''.join(help_pages.values())
     others = {'--logdir', '--dir', '--tag_set', '--signature_def', '--kills'}
     for flag in set(re.findall(r'--[a-z_]+', read_pages()['README.md'])) - others:
         assert flag in shown, flag
+
+
+@pytest.mark.parametrize('script', list(PARSERS))
+def test_help_fits_80_columns_and_shows_every_default(help_pages, script):
+    page = help_pages[script]
+    long = [line for line in page.split('\n') if len(line) > 80]
+    assert not long, long
+    flags = re.split(r'^  (?=--)', page, flags=re.M)[1:]
+    assert len(flags) > 4
+    for told in flags:
+        # A line ends anywhere within the words.
+        assert re.search(r'\(default:\s', told), told
 
 
 def test_every_recipe_is_a_file_of_flags_and_its_result_is_in_the_readme():
