@@ -243,3 +243,12 @@ def test_damage_and_foreign_models_get_one_line(main, flags, trained_dir, monkey
 def other_network(images, training, num_classes, dropout):
     del training, dropout
     return evaluate.model.dense(evaluate.model.flatten(images), num_classes, 'other')
+
+
+def test_a_config_that_names_no_format_is_one_line(main, trained_dir):
+    shutil.copytree(trained_dir, 'odd')
+    config = records.read_config('odd')
+    config['flags']['format'] = 7
+    records.write_whole('odd/config.json', json.dumps(config))
+    done = main('evaluate.py', '--device', 'cpu', '--model_dir', 'odd')
+    assert_mistake(done, 'odd/config.json: "format" is 7, none of idx, cifar, npz')
