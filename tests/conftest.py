@@ -167,7 +167,7 @@ def make_record(image, label, **more):
     number = tf.train.Int64List(value=[int(label)])
     features['image/class/label'] = tf.train.Feature(int64_list=number)
     example = tf.train.Example(features=tf.train.Features(feature=features))
-    return example.SerializeToString()
+    return example.SerializeToString(deterministic=True)
 
 
 @pytest.fixture(scope='session')

@@ -217,6 +217,7 @@ def open_cifar():
         kept = b''
         for name in ('train', 'valid'):
             for pixels, label in zip(*halves[name]):
+                assert label < 10, 'a class that CIFAR-10 has not'
                 kept += bytes([label]) + pixels.transpose(2, 0, 1).tobytes()
         files = read_files(os.path.join(directory, 'data'))
         held = b''.join(files[name] for name in sorted(files))
@@ -288,11 +289,10 @@ def make_folders(directory):
             images.write(os.path.join(place, name), data)
 
 
-# In turns: whether bad images are left out, and what size images are made.
+# In turns: bad images end the run, or are left out and all are made one size.
 WAYS = [
-    dict(skip_bad=skip_bad, image_size=size)
-    for skip_bad in (False, True)
-    for size in (None, [8, 8])
+    dict(skip_bad=False, image_size=None),
+    dict(skip_bad=True, image_size=[8, 8]),
 ]
 
 
