@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gzip
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -255,14 +256,21 @@ def command(script, *argv, **options):
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
+# Not what the system gives out: a connection of another test may be given that, too,
+# before it is listened to. Each process begins somewhere else.
+PORTS = itertools.cycle(range(10000, 32000))
+for _ in range(os.getpid() * 97 % 22000):
+    next(PORTS)
+
+
 def find_addresses(number):
-    """Returns so many addresses on loopback whose ports were free a moment ago."""
-    sockets = [socket.socket() for _ in range(number)]
-    for s in sockets:
-        s.bind(('127.0.0.1', 0))
-    found = ['127.0.0.1:%d' % s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Returns so many addresses on loopback whose ports are free."""
+    found = []
+    while len(found) < number:
+        port = next(PORTS)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(('127.0.0.1', port))
+            found.append('127.0.0.1:%d' % port)
     return found
 
 

@@ -184,6 +184,7 @@ def test_it_is_given_what_built_in_networks_are(tmp_path):
         '    return x\n'
     )
     x = tf.zeros([2, 10])
+    tf.get_variable('weight', [])  # something to train
     find('nets/my.py:net')(x, True, 10, abs)
     find('nets/my.py:plain')(x, False, 10, abs)
     (module,) = [m for name, m in sys.modules.items() if name.endswith('nets/my py')]
