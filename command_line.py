@@ -122,8 +122,9 @@ class Help(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action):
         if '(default: ' in action.help or not action.option_strings:
             return action.help
-        plain = {False: ' (default: off)', None: ' (default: none)'}
-        return action.help + plain.get(action.default, '')
+        if action.default is None:
+            return action.help + ' (default: none)'
+        return action.help + (' (default: off)' if action.default is False else '')
 
     def _get_default_metavar_for_optional(self, action):
         return 'DIR' if action.dest.endswith('_dir') else 'N'

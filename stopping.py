@@ -30,9 +30,9 @@ def find_stop(deadline=None):
     Args:
       deadline: seconds on `time.monotonic`'s clock, or None.
     """
-    status = None
     if raised:
         return raised[0]
+    status = None
     if _received:
         status = 128 + _received[0]
     elif deadline is not None and time.monotonic() >= deadline:
