@@ -41,6 +41,31 @@ def get_wish():
     return tf.get_collection('wish')[0]
 
 
+def add_in_group(tensor, group_size, group_key, key):
+    """Adds a tensor up over a group: of machines, or of towers.
+
+    Args:
+      tensor: of known shape, the same in each member.
+      group_size: how many members.
+      group_key: an integer that no other group has.
+      key: an integer that no other such op of the process has.
+
+    Returns:
+      The sum, the same bits in each member.
+    """
+    total = tf.raw_ops.CollectiveReduce(
+        input=tensor,
+        group_size=group_size,
+        group_key=group_key,
+        instance_key=key,
+        merge_op='Add',
+        final_op='Id',
+        subdiv_offsets=[0],
+    )
+    total.set_shape(tensor.shape)
+    return total
+
+
 def add_up(tensors, machines, key):
     """Adds tensors up, element by element, over all machines.
 
@@ -57,16 +82,7 @@ def add_up(tensors, machines, key):
     """
     with tf.device('/cpu:0'), tf.name_scope('all_reduce'):
         packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-        total = tf.raw_ops.CollectiveReduce(
-            input=packed,
-            group_size=len(machines.addresses),
-            group_key=GROUP_KEY,
-            instance_key=key,
-            merge_op='Add',
-            final_op='Id',
-            subdiv_offsets=[0],
-        )
-        total.set_shape(packed.shape)
+        total = add_in_group(packed, len(machines.addresses), GROUP_KEY, key)
         ends = list(itertools.accumulate(t.shape.num_elements() for t in tensors))
         # Slices share the vector's memory where it is aligned; `tf.split` copies.
         parts = [total[start:end] for start, end in zip([0] + ends, ends)]

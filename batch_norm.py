@@ -202,16 +202,7 @@ def _average(tensor, group_size, key):
         return tensor
     # XLA has no such op.
     with tf.xla.experimental.jit_scope(compile_ops=False):
-        total = tf.raw_ops.CollectiveReduce(
-            input=tensor,
-            group_size=group_size,
-            group_key=GROUP_KEY,
-            instance_key=key,
-            merge_op='Add',
-            final_op='Id',
-            subdiv_offsets=[0],
-        )
-    total.set_shape(tensor.shape)
+        total = all_reduce.add_in_group(tensor, group_size, GROUP_KEY, key)
     return total * (1.0 / group_size)
 
 

@@ -154,16 +154,9 @@ def _reduce(pack, num_towers, computed):
     means = {}
     for place, (dtype, vector) in enumerate(pack.items()):
         with tf.control_dependencies([computed]):
-            total = tf.raw_ops.CollectiveReduce(
-                input=vector,
-                group_size=num_towers,
-                group_key=GROUP_KEY,
-                instance_key=FIRST_KEY + place,
-                merge_op='Add',
-                final_op='Id',
-                subdiv_offsets=[0],
+            total = all_reduce.add_in_group(
+                vector, num_towers, GROUP_KEY, FIRST_KEY + place
             )
-        total.set_shape(vector.shape)
         means[dtype] = total * (1.0 / num_towers)
     return means
 
