@@ -236,14 +236,8 @@ def decode_image(contents, kind, plan):
       uint8 [height, width, channels].
     """
     shape, channels, kinds, fitted = plan
-    decoders = {
-        PLAIN: lambda: tf.image.decode_png(contents, channels=channels),  # JPEG, too
-        CLEAR: lambda: _blend(tf.image.decode_png(contents, channels=4), channels),
-        GIF: lambda: _decode_gif(contents, None if fitted else shape[:2] + (3,)),
-        BMP8: lambda: _decode_palette(contents)[..., :channels],
-        BMP24: lambda: tf.image.decode_bmp(contents, channels=3),
-        BMP32: lambda: _blend(_find_opaque(tf.image.decode_bmp(contents, channels=4))),
-    }
+    decoders = list_decoders(contents, channels)
+    decoders[GIF] = lambda: _decode_gif(contents, None if fitted else shape[:2] + (3,))
     image = _choose(kind, [(number, decoders[number]) for number in kinds])
     image.set_shape([None, None, channels])
     if channels > shape[2]:
@@ -254,6 +248,24 @@ def decode_image(contents, kind, plan):
         image = tf.cast(tf.round(image), tf.uint8)
     image.set_shape(shape)
     return image
+
+
+def list_decoders(contents, channels=3):
+    """Returns {kind: function that builds the decoder of such images}, all but GIF.
+
+    Each gives uint8 [height, width, channels], transparency made white.
+
+    Args:
+      contents: string scalar.
+      channels: 1 for images that are all grey, else 3.
+    """
+    return {
+        PLAIN: lambda: tf.image.decode_png(contents, channels=channels),  # JPEG, too
+        CLEAR: lambda: _blend(tf.image.decode_png(contents, channels=4), channels),
+        BMP8: lambda: _decode_palette(contents)[..., :channels],
+        BMP24: lambda: tf.image.decode_bmp(contents, channels=3),
+        BMP32: lambda: _blend(_find_opaque(tf.image.decode_bmp(contents, channels=4))),
+    }
 
 
 def _choose(kind, decoders):

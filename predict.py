@@ -25,9 +25,6 @@ from utils import RunFailed, UserError, log
 
 DAMAGED = 'no PNG, JPEG, BMP or GIF, or a damaged one'
 
-# Beside numbers of channels, a key of decoders.
-CLEAR = 'clear'
-
 
 def main():
     flags = parse()
@@ -123,75 +120,57 @@ def explain(error):
 
 
 def build_decoders():
-    """Builds: contents, a string placeholder -> uint8 [height, width, channels].
+    """Builds: contents, a string placeholder -> uint8 [height, width, 1 or 3].
 
     Returns:
-      (contents, decoders): an op per number of channels of a BMP, since 1.15's takes
-      only what its first one was; under CLEAR the one for a PNG with transparency, of 4
-      channels; under None the one for all else, which takes the first image of an
-      animation and gives as many channels as the file has.
+      (contents, decoders): an op for each of `image_headers.KINDS`. That of an
+      animation takes its first image.
     """
     contents = tf.placeholder(tf.string, [])
-    decoders = {channels: tf.image.decode_bmp(contents) for channels in (1, 3, 4)}
-    decoders[CLEAR] = tf.image.decode_png(contents, channels=4)
-    decoders[None] = tf.image.decode_image(contents, expand_animations=False)
+    decoders = {k: build() for k, build in decoding.list_decoders(contents).items()}
+    # Grey stays grey: its border is asked for. It tells GIF from the others itself.
+    image = tf.image.decode_image(contents, expand_animations=False)
+    decoders[image_headers.PLAIN] = decoders[image_headers.GIF] = image
     return contents, decoders
 
 
 def make_decode(session, contents, decoders):
-    """Returns a function (a file's bytes) -> uint8 [height, width, channels].
+    """Returns a function (a file's bytes) -> uint8 [height, width, 1 or 3].
 
     It says nothing on stderr, as libraries of formats do of a damaged file.
     """
     calls = {
-        channels: session.make_callable(decoder, [contents])
-        for channels, decoder in decoders.items()
+        kind: session.make_callable(decoder, [contents])
+        for kind, decoder in decoders.items()
     }
 
     def decode(data):
-        clear = is_clear(data)
-        channels = int.from_bytes(data[28:30], 'little') // 8
-        if data[:2] != b'BM' or channels not in calls:
-            channels = None
+        call = calls[find_kind(data)]
         failure = None
         with quiet_stderr():
             try:
-                image = calls[CLEAR if clear else channels](data)
+                image = call(data)
             except tf.errors.OpError as error:
                 failure = error
         if failure is not None:
             raise failure
-        return mend_bmp(data, image) if channels else image
+        return image
 
     return decode
 
 
-def is_clear(data):
-    """Returns whether an image is a PNG with transparency.
+def find_kind(data):
+    """Returns which of `image_headers.KINDS` an image is.
 
     Raises:
       OSError: it is a PNG or BMP whose damage the decoders do not see.
     """
     try:
-        return image_headers.read_header(data, len(data)).kind == image_headers.CLEAR
+        return image_headers.read_header(data, len(data)).kind
     except (ValueError, image_headers.Incomplete):
         if data[:2] in (b'BM', b'\x89P'):
             raise OSError(0, DAMAGED) from None
-        return False
-
-
-def mend_bmp(data, image):
-    """Does what TensorFlow leaves out of a BMP: its palette, and its unused byte."""
-    if image.shape[2] == 1:
-        # Blue, green, red and nothing of each index, before the pixels.
-        first = 14 + int.from_bytes(data[14:18], 'little')
-        palette = np.zeros([256, 4], np.uint8)
-        table = np.frombuffer(data[first : first + 1024], np.uint8)
-        palette.ravel()[: len(table)] = table
-        return palette[image[..., 0], 2::-1]
-    if image.shape[2] == 4 and not image[..., 3].any():
-        return image[..., :3]
-    return image
+        return image_headers.PLAIN
 
 
 def build_network(found):
@@ -216,7 +195,7 @@ def prepare(image, shape, border):
     """Makes a decoded image what the network was trained on, but for its size.
 
     Args:
-      image: uint8 [height, width, 1 to 4 channels].
+      image: uint8 [height, width, 1 or 3].
       shape: the height, width and channels that the network takes.
       border: mean brightness of the training images' border, 0 to 255.
 
@@ -224,9 +203,6 @@ def prepare(image, shape, border):
       float32 [height, width, channels], 0 to 255.
     """
     pixels = image.astype(np.float32)
-    if image.shape[2] in (2, 4):
-        opaque = pixels[..., -1:] / 255
-        pixels = pixels[..., :-1] * opaque + 255 * (1 - opaque)
     if shape[2] == 1:
         if pixels.shape[2] == 3:
             pixels = pixels.dot(decoding.LUMINANCE)[..., np.newaxis]
