@@ -341,7 +341,8 @@ def _number(half, classes):
 def list_classes(classes, most=10):
     """Returns the classes as a short text: '0 to 9', 'cat, dog', 'a, b, ... z'."""
     numbers = all(isinstance(name, int) for name in classes)
-    if numbers and classes == list(range(classes[0], classes[-1] + 1)):
+    # Numbers may lie far apart.
+    if numbers and classes == list(range(classes[0], classes[0] + len(classes))):
         return '%d to %d' % (classes[0], classes[-1])
     if len(classes) <= most:
         return ', '.join(map(str, classes))

@@ -409,6 +409,9 @@ def _check_config(config):
     flags = config.get('flags') if isinstance(config, dict) else None
     if not isinstance(flags, dict):
         raise ValueError('not what this program writes there')
+    for value in flags.values():
+        if isinstance(value, str):
+            os.fsencode(value)  # what can be no file's name raises a ValueError
     data = config.get('data', {})
     classes = data.get('classes', []) if isinstance(data, dict) else None
     if not isinstance(classes, list) or not all(

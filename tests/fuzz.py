@@ -563,6 +563,9 @@ def open_metrics():
 def open_config(edit=False):
     with open_run() as (files, (flags, data, config)):
         home = os.getcwd()
+        if edit:
+            # What is drawn must not depend on the directory that config.json names.
+            files = dict(files, **{'m/config.json': bytes(range(256))})
 
         def use(directory, path):
             if edit:

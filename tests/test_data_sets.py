@@ -67,6 +67,18 @@ def test_files_that_do_not_fit_each_other(tmp_path, small, change, told):
     assert told in str(error.value)
 
 
+def test_classes_are_said_in_short_however_large_their_numbers():
+    for classes, told in (
+        ([0, 1, 2], '0 to 2'),
+        ([7], '7 to 7'),
+        ([0, 2], '0, 2'),
+        ([0, 2**70], '0, %d' % 2**70),
+        (list(range(11)) + [2**40], '0, 1, 2, 3, 4, 5, 6, 7, 8, ... %d' % 2**40),
+        (['a', 'b'], 'a, b'),
+    ):
+        assert data_sets.list_classes(classes) == told
+
+
 def test_a_directory_in_a_files_place(tmp_path, small):
     write_data_set(tmp_path / 'data', small)
     path = tmp_path / 'data' / 'train-images-idx3-ubyte'

@@ -172,6 +172,7 @@ def test_a_run_is_evaluated_from_anywhere(main, flags, small_dir, monkeypatch):
         {'flags': {}},
         {'flags': {'model': ['cnn']}},
         {'flags': {'model': 'cnn', 'data_dir': 7}},
+        {'flags': {'model': 'cnn', 'data_dir': '\ud800'}},
         {'threads': 'x'},
     ],
 )
