@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from utils import RunFailed, UserError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 tf1.VERBOSE = False  # pytest --verbose is not meant
+# A shell's job in the background, and so all its children, may ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 THREADS = utils.choose_threads(
     command_line.parse('', model.NETWORKS, towers=True, argv=[]), ['/cpu:0']
 )
