@@ -1,6 +1,5 @@
 """Fixtures that every room's tests share."""
 
-import collections
 import contextlib
 import gzip
 import importlib
@@ -10,7 +9,6 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 import threading
 
@@ -26,6 +24,7 @@ import tf1
 import train_multi_gpu
 import training
 import utils
+from tests.processes import Finished, Process
 from tf1 import tf
 from utils import RunFailed, UserError
 
@@ -36,8 +35,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 THREADS = utils.choose_threads(
     command_line.parse('', model.NETWORKS, towers=True, argv=[]), ['/cpu:0']
 )
-
-Finished = collections.namedtuple('Finished', 'status out err')
 
 
 def open_thread_pools():
@@ -247,16 +244,8 @@ def main(monkeypatch, capfd):
 
 
 def command(script, *argv, **options):
-    """Runs a script in a process of its own, its output in pipes."""
-    done = subprocess.run(
-        [sys.executable, os.path.join(ROOT, script)] + list(argv),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        timeout=300,
-        **options,
-    )
-    return Finished(done.returncode, done.stdout, done.stderr)
+    """Runs a script in a process of its own; `options` are those of `Process`."""
+    return Process(script, argv, **options).end(300)
 
 
 # Not what the system gives out: a connection of another test may be given that, too,

@@ -1,46 +1,87 @@
 """Real processes that start fast: forked off one that has imported TensorFlow.
 
-To import TensorFlow takes most of the time of a short run, and tests of several
-machines start many. The one that forks opens no session and so has no threads.
+To import TensorFlow takes most of the time of a short run, and the tests start many.
+The one that forks opens no session and so has no threads. What a process does from its
+first moment on is tested with `run_python`.
 """
 
 import atexit
+import collections
+import gc
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+Finished = collections.namedtuple('Finished', 'status out err')
+
 _lock = threading.Lock()
 _parent = None
+_outputs = None
+_numbers = itertools.count()
+
+
+def run_python(script, *argv, **options):
+    """Runs a script in an interpreter of its own; returns it `Finished`.
+
+    Args:
+      script: its name.
+      argv: strings.
+      options: what `subprocess.run` takes.
+    """
+    done = subprocess.run(
+        [sys.executable, os.path.join(ROOT, script)] + list(argv),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        timeout=300,
+        **options,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
 
 
 class Process:
-    """Runs Python code in a process of its own, its output in files."""
+    """Runs a script in a process of its own; its output goes to files.
 
-    def __init__(self, code, argv, out, err, env=()):
-        """Starts it, in the current directory.
+    So no pipe fills up.
+    """
+
+    def __init__(self, script, argv, code=None, env=(), cwd=None):
+        """Starts it.
 
         Args:
-          code: Python source, run as `__main__`.
+          script: its name, '-c' where `code` is given.
           argv: list of strings.
-          out, err: paths that stdout and stderr are written to.
+          code: Python source to be run in place of a script.
           env: {name: value} added to the environment.
+          cwd: where it is to be; default the current directory.
         """
-        for path in (out, err):
-            with open(path, 'w'):
-                pass
+        place = os.path.join(_find_outputs(), str(next(_numbers)))
+        self.paths = [place + '.out', place + '.err']
+        if code is None:
+            script = os.path.join(ROOT, script)
+            with open(script, encoding='utf-8') as file:
+                code = file.read()
         self.pid = _ask(
+            script=script,
+            argv=list(argv),
             code=code,
-            argv=['-c'] + list(argv),
-            paths=[os.path.abspath(path) for path in (out, err)],
-            cwd=os.getcwd(),
+            paths=self.paths,
+            cwd=cwd or os.getcwd(),
             env=dict(env),
         )
         self.status = None
+
+    def read(self):
+        """Returns what it has written to stdout and stderr."""
+        return [_read(path) for path in self.paths]
 
     def poll(self):
         """Returns its exit status, -number if a signal has ended it, None before."""
@@ -48,17 +89,43 @@ class Process:
             self.status = _ask(pid=self.pid)
         return self.status
 
-    def wait(self, seconds):
-        """Returns its exit status once it has ended."""
+    def wait_for(self, text, seconds=60):
+        """Returns once it has written a text."""
+        deadline = time.monotonic() + seconds
+        while not any(text in said for said in self.read()):
+            assert self.poll() is None, self.read()
+            assert time.monotonic() < deadline, self.read()
+            time.sleep(0.02)
+
+    def end(self, seconds=120):
+        """Returns it `Finished`, once it has ended by itself."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
-            assert time.monotonic() < deadline, 'it runs for more than %g s' % seconds
-            time.sleep(0.02)
-        return self.status
+            if time.monotonic() > deadline:
+                self.send_signal(9)
+                raise AssertionError('more than %g s: %s' % (seconds, self.read()))
+            time.sleep(0.01)
+        return Finished(self.status, *self.read())
 
     def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def _read(path):
+    if not os.path.exists(path):  # it is about to
+        return ''
+    with open(path, encoding='utf-8', errors='surrogateescape') as file:
+        return file.read()
+
+
+def _find_outputs():
+    """Returns the directory of all outputs of this process's children."""
+    global _outputs
+    if _outputs is None:
+        _outputs = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, _outputs)
+    return _outputs
 
 
 def _ask(**request):
@@ -86,6 +153,8 @@ def serve():
     import tf1
     import train_multi_gpu  # noqa: F401
 
+    if hasattr(gc, 'freeze'):  # not on Python 3.6
+        gc.freeze()  # or the first collection of a child copies all there is
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), 'w')
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -110,16 +179,17 @@ def serve():
 
 def _become(request):
     """In the child: runs the code; what it raises ends the interpreter as usual."""
-    os.chdir(request['cwd'])
-    os.environ.update(request['env'])
     for number, path in enumerate(request['paths'], start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, number)
         os.close(file)
-    sys.argv = request['argv']
-    sys.modules['__main__'].__dict__.clear()
-    sys.modules['__main__'].__dict__['__name__'] = '__main__'
-    exec(compile(request['code'], '-c', 'exec'), sys.modules['__main__'].__dict__)
+    os.chdir(request['cwd'])
+    os.environ.update(request['env'])
+    sys.argv = [request['script']] + request['argv']
+    names = sys.modules['__main__'].__dict__
+    names.clear()
+    names.update(__name__='__main__', __file__=request['script'])
+    exec(compile(request['code'], request['script'], 'exec'), names)
 
 
 if __name__ == '__main__':

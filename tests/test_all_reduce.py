@@ -1,15 +1,14 @@
 """The all-reduce between machines, in real processes over loopback."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+import signal
 
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT, find_addresses
+from tests.conftest import find_addresses
+from tests.processes import Process
 
 # What each machine runs; what it prints last is JSON.
 PROGRAM = """
@@ -62,24 +61,18 @@ def machines(request):
     """What two and three machines found, a dict each."""
     addresses = find_addresses(request.param)
     processes = [
-        subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, str(index)] + addresses,
-            env=dict(os.environ, PYTHONPATH=ROOT),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            universal_newlines=True,
-        )
+        Process('-c', [str(index)] + addresses, PROGRAM)
         for index in range(request.param)
     ]
     found = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert process.returncode == 0 and err == '', err
+            status, out, err = process.end()
+            assert status == 0 and err == '', err
             found.append(json.loads(out.splitlines()[-1]))
     finally:
         for process in processes:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
     return found
 
 

@@ -19,12 +19,12 @@ from tests.conftest import (
     THREADS,
     assert_mistake,
     assert_same_bits,
-    command,
     files,
     make_flags,
     read_checkpoint,
     read_metrics,
 )
+from tests.processes import run_python
 from tests.test_train_multi_gpu import SGD, largest_difference
 from tf1 import tf
 from utils import UserError
@@ -333,7 +333,7 @@ def test_a_number_that_is_not_finite_ends_a_synchronized_run(flags, tmp_path, as
     flags += ['--num_gpus', '2', '--model', 'net.py:spoiled', asked]
     # What this process has set is not what a user's has.
     env = {k: v for k, v in os.environ.items() if k != 'TF_CPP_MIN_LOG_LEVEL'}
-    done = command('train_multi_gpu.py', '--batch_size', '8', *flags, env=env)
+    done = run_python('train_multi_gpu.py', '--batch_size', '8', *flags, env=env)
     told = 'has NaN values; the checkpoints are from before it\n'
     assert done.status == 1 and done.err.startswith('ERROR: step 4, tower '), done.err
     assert done.err.endswith(told) and done.err.count('\n') == 1, done.err

@@ -30,6 +30,7 @@ from tests.conftest import (
     read_metrics,
     write_data_set,
 )
+from tests.processes import run_python
 from tf1 import tf
 
 DATA = '.data-00000-of-00001'
@@ -386,7 +387,7 @@ def test_a_failed_save_is_told_and_the_older_one_stays(flags, main):
     flags += ['--model_dir', 'm', '--batch_size', '100']
     assert main('train.py', '--epochs', '1', *flags).status == 0
     before = {k: v for k, v in read_files('m').items() if 'ck' in k}
-    done = command('train.py', '--epochs', '3', *flags, preexec_fn=limit_file_size)
+    done = run_python('train.py', '--epochs', '3', *flags, preexec_fn=limit_file_size)
     assert done.status == 1
     errors = [line for line in done.err.splitlines() if line.startswith('ERROR')]
     saves = [line for line in errors if 'm/model.ckpt-' in line]

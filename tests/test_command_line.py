@@ -29,7 +29,6 @@ from tests.conftest import (
     Finished,
     assert_mistake,
     assert_same_bits,
-    command,
     files,
     make_flags,
     read_checkpoint,
@@ -38,6 +37,7 @@ from tests.conftest import (
     without_times,
     write_idx,
 )
+from tests.processes import Process, run_python
 from tf1 import tf
 
 NO_GPU = 'WARNING: TensorFlow sees no GPU: training on the CPU, '
@@ -190,11 +190,10 @@ def test_each_run_has_a_directory_of_its_own(main, flags):
 
 
 def test_two_runs_started_in_the_same_second_have_two_directories(flags):
-    argv = [sys.executable, ROOT + '/train.py', '--max_steps', '1'] + flags
-    runs = [subprocess.Popen(argv, stdout=subprocess.PIPE) for _ in range(3)]
+    argv = ['--max_steps', '1'] + flags
+    runs = [Process('train.py', argv) for _ in range(3)]
     for run in runs:
-        run.communicate()
-        assert run.returncode == 0
+        assert run.end().status == 0
     assert len(os.listdir('runs')) == 3
 
 
@@ -214,9 +213,9 @@ def test_closed_streams_do_not_end_a_run(flags, closed):
 
 
 def test_verbose_shows_what_tensorflow_says(flags):
-    quiet = command('train.py', '--max_steps', '1', *flags)
+    quiet = run_python('train.py', '--max_steps', '1', *flags)
     assert quiet.status == 0 and quiet.err == ''
-    verbose = command('train.py', '--max_steps', '1', '--verbose', *flags)
+    verbose = run_python('train.py', '--max_steps', '1', '--verbose', *flags)
     assert verbose.status == 0 and 'deprecated' in verbose.err
 
 
@@ -229,9 +228,9 @@ def checkpoint(model_dir, name):
 
 def test_both_scripts_write_the_same_bits(small_dir):
     flags = ['--device', 'cpu', '--data_dir', small_dir]  # with XLA where that is used
-    assert command('train.py', '--epochs', '1', '--model_dir', 'a', *flags).status == 0
-    done = command('train_multi_gpu.py', '--epochs', '1', '--model_dir', 'b', *flags)
-    assert done.status == 0
+    for script, model_dir in (('train.py', 'a'), ('train_multi_gpu.py', 'b')):
+        done = run_python(script, '--epochs', '1', '--model_dir', model_dir, *flags)
+        assert done.status == 0, done.err
     name = 'model.ckpt-1-62'
     assert_same_bits(checkpoint('a', name), checkpoint('b', name))
 
@@ -420,7 +419,7 @@ def test_a_mistake_gets_one_line(main, monkeypatch, small_dir, argv, told):
 
 def test_a_mistake_gets_one_line_in_a_process_of_its_own():
     for script in ('train.py', 'train_multi_gpu.py'):
-        done = command(script, '--device', 'gpu', env=no_gpus())
+        done = run_python(script, '--device', 'gpu', env=no_gpus())
         assert_refused(done, '--device gpu: TensorFlow')
 
 

@@ -192,7 +192,7 @@ def test_a_name_that_tensorflow_would_not_find_is_refused(main, flags, name):
 
 
 def test_the_cpu_is_never_taken_silently(trained_dir):
-    env = dict(os.environ, CUDA_VISIBLE_DEVICES='')
+    env = {'CUDA_VISIBLE_DEVICES': ''}
     done = command('evaluate.py', '--model_dir', trained_dir, env=env)
     assert done.status == 0
     assert done.err.startswith('WARNING: TensorFlow sees no GPU: evaluating on the CPU')

@@ -56,33 +56,14 @@ def make_config(addresses, index, chief=False):
     return json.dumps({'cluster': jobs, 'task': task})
 
 
-class Machine:
-    """One machine; its output goes to files, so that no pipe fills up."""
+class Machine(Process):
+    """One machine."""
 
     def __init__(self, addresses, index, argv, patch='', chief=False):
         self.index = index
         self.name = 'machine %d (%s)' % (index, addresses[index])
-        self.paths = ['%d.%s' % (index, ending) for ending in ('out', 'err')]
         config = make_config(addresses, index, chief)
-        self.process = Process(
-            PROGRAM % patch, argv, *self.paths, env={'TF_CONFIG': config}
-        )
-
-    def read(self):
-        """Returns what it has written to stdout and stderr."""
-        return [pathlib.Path(path).read_text() for path in self.paths]
-
-    def wait_for(self, text, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not any(text in said for said in self.read()):
-            assert self.process.poll() is None, self.read()
-            assert time.monotonic() < deadline, self.read()
-            time.sleep(0.05)
-
-    def end(self, seconds=120):
-        """Returns (status, out, err) once it has ended."""
-        status = self.process.wait(seconds)
-        return [status] + self.read()
+        super().__init__('-c', argv, PROGRAM % patch, {'TF_CONFIG': config})
 
 
 @pytest.fixture
@@ -99,12 +80,12 @@ def start(flags):
             machines.append(
                 Machine(addresses, index, own + flags + list(argv), patch, **options)
             )
-            started.append(machines[-1].process)
+            started.append(machines[-1])
         return machines
 
     yield start
-    for process in started:
-        process.send_signal(signal.SIGKILL)
+    for machine in started:
+        machine.send_signal(signal.SIGKILL)
 
 
 def assert_all_end(machines, status, seconds=120):
@@ -239,7 +220,7 @@ def test_only_the_first_keeps_and_prints_and_all_score_every_image_once(
     )
     assert err == '' and re.match(line + '$', out)
     kept = {name.split('/')[0] for name in files()}
-    assert kept == {'m', '0.out', '0.err', '1.out', '1.err'}
+    assert kept == {'m'}
 
     # One machine continues what two have left, and the other way round, and what
     # either finds is the same to the last digit.
@@ -338,7 +319,7 @@ def test_kill_9_of_any_machine_ends_all_by_name_and_changes_no_bit(start):
             continue
         machines = start(2, *flags, patches=patches)
         machines[killed].wait_for('here')
-        machines[killed].process.send_signal(signal.SIGKILL)
+        machines[killed].send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
         status, out, err = machines[1 - killed].end()
         assert time.monotonic() - killed_at < 30
@@ -359,7 +340,7 @@ def test_a_stopped_process_is_gone_for_all_others(start):
     short = 'watch.SILENCE_SECONDS = 4'
     machines = start(3, '--epochs', '500', patches=[short, short, IN_STEP])
     machines[2].wait_for('here')
-    machines[2].process.send_signal(signal.SIGSTOP)
+    machines[2].send_signal(signal.SIGSTOP)
     for machine in machines[:2]:
         status, _, err = machine.end(45)
         assert status == 1 and 'ERROR: %s is gone: ' % machines[2].name in err, err
@@ -438,7 +419,7 @@ def test_a_machine_killed_in_a_traced_step_is_named(start):
     argv = ['--trace', '9', '--epochs', '500']
     machines = start(2, *argv, patches=['', late])
     machines[1].wait_for('here')
-    machines[1].process.send_signal(signal.SIGKILL)
+    machines[1].send_signal(signal.SIGKILL)
     status, _, err = machines[0].end()
     assert status == 1 and 'ERROR: %s is gone' % machines[1].name in err, err
 
@@ -454,7 +435,7 @@ def slow(watched, *args):
 def test_a_kill_before_the_first_step_leaves_no_empty_directory(start):
     machines = start(2, patches=['', BEFORE_BROADCAST])
     machines[1].wait_for('here')
-    machines[1].process.send_signal(signal.SIGKILL)
+    machines[1].send_signal(signal.SIGKILL)
     status, _, err = machines[0].end()
     assert status == 1 and err.startswith('ERROR: %s is gone: ' % machines[1].name)
     assert not os.path.exists('m')
@@ -675,7 +656,7 @@ def test_a_signal_on_any_stops_all_after_the_same_step(start, index, number):
             pass
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(os.urandom(10000))
-    machines[index].process.send_signal(number)
+    machines[index].send_signal(number)
     assert_all_end(machines, 128 + number)
     steps = [len(re.findall('step ', machine.read()[1])) for machine in machines]
     assert len(set(steps)) == 1, steps

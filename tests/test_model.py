@@ -5,7 +5,8 @@ import pytest
 
 import mixed_precision
 import model
-from tests.conftest import assert_mistake, command
+from tests.conftest import assert_mistake
+from tests.processes import run_python
 from tf1 import tf
 
 
@@ -71,7 +72,7 @@ RESNET20 += 2 * (7 * 16 + 6 * 32 + 6 * 64) + 64 * 10 + 10
 
 
 def test_the_list_of_networks_says_how_large_each_is(main):
-    done = command('model.py')
+    done = run_python('model.py')
     assert done.status == 0 and done.err == ''
     titles, *lines, last = done.out.splitlines()
     assert titles.split()[:4] == ['network', 'parameters', 'multiply-adds', 'images']

@@ -13,8 +13,9 @@ import pytest
 
 import decoding
 import predict
-from tests.conftest import ROOT, assert_mistake, command
+from tests.conftest import ROOT, assert_mistake
 from tests.images import GREYS, bmp, gif, jpeg, png, write
+from tests.processes import run_python
 from tf1 import tf
 
 
@@ -170,7 +171,7 @@ def test_mistakes_get_one_line(main, trained_dir):
 
 def test_predicting_needs_no_gpu_and_says_nothing_of_tensorflow(trained_dir, digits):
     write('seven.png', png(digits[7]))
-    done = command('predict.py', '--model_dir', trained_dir, 'seven.png')
+    done = run_python('predict.py', '--model_dir', trained_dir, 'seven.png')
     assert done.status == 0 and done.err == ''
     assert done.out.splitlines()[1].startswith('seven.png: 7 (')
 

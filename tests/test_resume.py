@@ -23,6 +23,7 @@ from tests.conftest import (
     read_metrics,
     without_times,
 )
+from tests.processes import Process
 
 
 @pytest.mark.parametrize('num_gpus', [1, 2])
@@ -186,31 +187,16 @@ checkpoints.save = slow
 
 def start(patch, *argv):
     """Starts train_multi_gpu.py with a patch in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, '-c', PROGRAM % patch] + list(argv),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-        env=dict(os.environ, PYTHONPATH=ROOT),
-    )
-
-
-def wait_for(process, text):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith(text):
-            return
-    raise AssertionError(''.join(lines) + process.stderr.read())
+    return Process('-c', argv, PROGRAM % patch)
 
 
 def end(process, number):
     """Sends a signal; returns (out, err) of a process that ends within 5 s."""
     process.send_signal(number)
     began = time.time()
-    out, err = process.communicate(timeout=60)
+    status, out, err = process.end()
     assert time.time() - began < 5
-    assert process.returncode == 128 + number, err
+    assert status == 128 + number, err
     assert 'Traceback' not in err, err
     return out, err
 
@@ -219,7 +205,7 @@ def end(process, number):
 def test_a_signal_in_training_saves_and_the_rest_is_the_same(flags, number):
     flags += ['--epochs', '40', '--num_gpus', '2', '--batch_size', '20']
     process = start('', '--model_dir', 'm', *flags)
-    wait_for(process, 'Epoch 3')
+    process.wait_for('Epoch 3')
     out, err = end(process, number)
     name = signal.Signals(number).name
     assert 'stopped by %s: saved in epoch ' % name in out
@@ -247,7 +233,7 @@ def test_a_signal_in_training_saves_and_the_rest_is_the_same(flags, number):
 def test_a_signal_ends_the_run_at_every_moment(flags, patch, text, saved):
     flags += ['--batch_size', '25']  # 80 steps, a multiple of those moved at once
     process = start(patch, '--epochs', '5', '--model_dir', 'm', *flags)
-    wait_for(process, text)
+    process.wait_for(text)
     if patch is STALLED_LATER:
         time.sleep(0.5)
     end(process, signal.SIGINT)
@@ -263,40 +249,40 @@ def test_a_signal_ends_the_run_at_every_moment(flags, patch, text, saved):
 
 def test_a_signal_after_the_last_step_lets_the_run_end_well(flags):
     process = start(SLOW_SAVE, '--epochs', '1', '--model_dir', 'm', *flags)
-    wait_for(process, 'saving')
+    process.wait_for('saving')
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and err == '', err
+    status, out, err = process.end()
+    assert status == 0 and err == '', err
     assert out.splitlines()[-1].endswith('evaluate.py --model_dir m')
 
 
 def test_a_stall_on_one_core_and_until_the_time_limit(flags):
     one_core = 'import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n'
     process = start(one_core + STALLED_FIRST, '--model_dir', 'a', *flags)
-    wait_for(process, 'stalled')
+    process.wait_for('stalled')
     end(process, signal.SIGINT)
     limit = ['--max_minutes', '0.1', '--model_dir', 'b']
     process = start(STALLED_FIRST, *(limit + flags))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    status, out, err = process.end()
+    assert status == 0, err
     assert '--max_minutes is nearly over: saved in epoch 1, step 0' in out
 
 
 def test_a_signal_whose_save_fails_ends_with_1(flags):
     flags += ['--model_dir', 'm', '--epochs', '500', '--batch_size', '10']
     process = start(FAILING_SAVE, *flags)
-    wait_for(process, 'Epoch 1')
+    process.wait_for('Epoch 1')
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    status, _, err = process.end()
+    assert status == 1
     assert 'ERROR: stopped by SIGINT, and the last save failed' in err
     assert 'Traceback' not in err
 
 
 def test_a_second_signal_leaves_at_once(flags):
     process = start(STALLED_EVALUATION, '--epochs', '1', *flags)
-    wait_for(process, 'stalled')
+    process.wait_for('stalled')
     process.send_signal(signal.SIGTERM)
     time.sleep(2)
     assert process.poll() is None, 'nothing but a second signal can end this one'
@@ -306,7 +292,7 @@ def test_a_second_signal_leaves_at_once(flags):
 def test_a_signal_before_training_is_no_traceback(flags):
     for number in (signal.SIGINT, signal.SIGTERM):
         process = start(SLOW_LOAD, '--model_dir', 'm', *flags)
-        wait_for(process, 'loading')
+        process.wait_for('loading')
         end(process, number)
         assert not os.path.exists('m')
 
@@ -314,8 +300,8 @@ def test_a_signal_before_training_is_no_traceback(flags):
 @pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
 def test_a_signal_that_is_swallowed_before_training_stops_it_all_the_same(flags, name):
     process = start(SWALLOW % name, '--model_dir', 'm', *flags)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.Signals[name]
+    status, out, _ = process.end()
+    assert status == 128 + signal.Signals[name]
     assert 'stopped by %s: saved in epoch 1, step 0\n' % name in out
     assert checkpoints.find('m') == ['m/model.ckpt-0-0']
 
@@ -351,13 +337,13 @@ def test_max_minutes_saves_and_stops_in_time(flags):
 def test_a_second_run_on_one_model_dir_is_refused(flags):
     flags += ['--model_dir', 'm', '--epochs', '500']
     first = start('', *flags)
-    wait_for(first, 'Epoch 2')
+    first.wait_for('Epoch 2')
     second = command('train.py', *flags)
     assert second.status == 2
     assert second.out == '' and second.err.count('\n') == 1
     assert 'm is in use by another run' in second.err
     first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.end()
     third = command('train.py', '--max_steps', '1', *flags)
     assert third.status == 0, 'the lock of a dead run blocks: ' + third.err
 
@@ -395,5 +381,7 @@ def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
         universal_newlines=True,
         env=dict(os.environ, PYTHONPATH=os.getcwd()),
     )
-    wait_for(process, 'importing')
-    assert end(process, signal.SIGINT) == ('', '')
+    assert process.stdout.readline() == 'importing\n'
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=5) == ('', '')
+    assert process.returncode == 128 + signal.SIGINT

@@ -23,13 +23,13 @@ import summaries
 import utils
 from summaries import Events
 from tests.conftest import (
-    ROOT,
     assert_mistake,
     assert_same_bits,
     files,
     read_checkpoint,
     read_metrics,
 )
+from tests.processes import Process
 from tf1 import tf
 
 SCALARS = ['accuracy', 'images_per_second', 'learning_rate', 'loss']
@@ -170,17 +170,13 @@ sys.exit(utils.run_main(train_multi_gpu.main))
 
 def kill_after_step(step, *argv):
     """Trains in a process of its own and kills it once it has written that step."""
-    run = subprocess.Popen(
-        [sys.executable, '-c', SLOW] + list(argv),
-        env=dict(os.environ, PYTHONPATH=ROOT),
-        stdout=subprocess.DEVNULL,
-    )
+    run = Process('-c', argv, SLOW)
     deadline = time.time() + 60
     while not any(event.step >= step for event in read('m/train')):
         assert run.poll() is None and time.time() < deadline
         time.sleep(0.02)
-    run.kill()
-    assert run.wait() == -signal.SIGKILL
+    run.send_signal(signal.SIGKILL)
+    assert run.end().status == -signal.SIGKILL
 
 
 def test_tags_are_the_same_for_any_number_of_towers_and_values_their_mean(main, flags):
