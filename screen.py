@@ -72,15 +72,16 @@ def describe_rate(flags, global_batch):
         factor = global_batch // flags.batch_size
         words += ' = %g x %d, as --scale_lr says' % (flags.learning_rate, factor)
     if flags.warmup_epochs:
-        words += ', rising over the first %g epochs' % flags.warmup_epochs
+        number = '' if flags.warmup_epochs == 1 else '%g ' % flags.warmup_epochs
+        words += ', rising over the first %sepoch%s' % (number, 's' * bool(number))
     if flags.schedule == 'constant':
         return words + ', constant'
     falling = {
-        'cosine': ', falling as a cosine to 0 over %d epochs',
-        'step': ', falling to a tenth at 50 %% and again at 75 %% of %d epochs',
-        'exponential': ', falling evenly to 1 %% over %d epochs',
+        'cosine': ', falling as a cosine to 0 over %s',
+        'step': ', falling to a tenth at 50 %% and again at 75 %% of %s',
+        'exponential': ', falling evenly to 1 %% over %s',
     }[flags.schedule]
-    words += falling % flags.epochs
+    words += falling % utils.count(flags.epochs, 'epoch')
     return words + ': with another --epochs it is another'
 
 

@@ -101,6 +101,10 @@ def test_the_start_says_what_the_learning_rate_will_be():
         'learning rate 0.002 = 0.001 x 2, as --scale_lr says, rising over the first '
         '0.5 epochs, constant'
     )
+    assert describe('--epochs', '1').startswith(
+        'learning rate 0.001, falling as a cosine to 0 over 1 epoch: with'
+    )
+    assert ', rising over the first epoch, ' in describe('--warmup_epochs', '1')
     assert ', falling to a tenth at 50 % and again at 75 % of 10 epochs: with' in (
         describe('--schedule', 'step')
     )
