@@ -1,6 +1,7 @@
 """Fixtures that every room's tests share."""
 
 import contextlib
+import gc
 import gzip
 import importlib
 import itertools
@@ -47,6 +48,15 @@ def open_thread_pools():
         session.run(tf.matmul(tf.ones([64, 64]), tf.ones([64, 64])))
 
 
+def spare_collections():
+    """Lets the collector pass over what the imports have left: a tenth less work."""
+    if hasattr(gc, 'freeze'):  # not on Python 3.6
+        gc.freeze()
+    gc.set_threshold(50000, 20, 20)
+
+
+spare_collections()
+
 # No fixture: a module of tests may open a session while it is collected.
 open_thread_pools()
 
@@ -66,12 +76,23 @@ def mnist():
 
 
 @pytest.fixture(scope='session')
-def small(mnist):
+def part(mnist):
     """The first 2000 training and 500 test images of MNIST."""
     return mnist._replace(
         train=data_sets.Examples(*(a[:2000] for a in mnist.train)),
         valid=data_sets.Examples(*(a[:500] for a in mnist.valid)),
     )
+
+
+@pytest.fixture(scope='session')
+def small(part):
+    """`part`, its images half as high and wide: 14 x 14, half the work."""
+
+    def halve(examples):
+        images = examples.images.reshape(-1, 14, 2, 14, 2, 1).mean((2, 4))
+        return examples._replace(images=images.astype(np.uint8))
+
+    return part._replace(train=halve(part.train), valid=halve(part.valid))
 
 
 def data_flags(data_dir, **changes):
@@ -175,6 +196,12 @@ def make_record(image, label, **more):
 def small_dir(small, tmp_path_factory):
     """The directory that holds `small`."""
     return write_data_set(tmp_path_factory.mktemp('data') / 'small', small)
+
+
+@pytest.fixture(scope='session')
+def part_dir(part, tmp_path_factory):
+    """The directory that holds `part`."""
+    return write_data_set(tmp_path_factory.mktemp('data') / 'part', part)
 
 
 @pytest.fixture
@@ -341,10 +368,10 @@ def read_files(directory):
 
 
 @pytest.fixture(scope='session')
-def trained_dir(small_dir, tmp_path_factory):
-    """A run of three epochs on `small` with two towers; not to be written to."""
+def trained_dir(part_dir, tmp_path_factory):
+    """A run of three epochs on `part` with two towers; not to be written to."""
     model_dir = str(tmp_path_factory.mktemp('trained') / 'run')
-    flags = ['--device', 'cpu', '--xla', 'off', '--data_dir', small_dir]
+    flags = ['--device', 'cpu', '--xla', 'off', '--data_dir', part_dir]
     flags += ['--epochs', '3', '--num_gpus', '2', '--model_dir', model_dir]
     done = command('train_multi_gpu.py', *flags)
     assert done.status == 0, done.err

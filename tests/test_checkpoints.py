@@ -216,7 +216,7 @@ def test_flags_that_were_not_given_are_told_as_that(main, flags, two):
 def test_other_data_is_refused_by_what_differs(main, flags, two, small, tmp_path):
     before = read_files('m')
     for name, told in (
-        ('size', 'image_shape [28, 28, 1], not [27, 28, 1]'),
+        ('size', 'image_shape [14, 14, 1], not [13, 14, 1]'),
         ('fewer', 'train_images 2000, not 1500'),
     ):
         images = small.train.images[:1500, (name == 'size') :]
@@ -482,8 +482,9 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is():
             session.run(grads[0][0])
 
 
-def test_a_diverging_run_ends_with_step_and_tower(main, flags):
+def test_a_diverging_run_ends_with_step_and_tower(main, flags, part_dir):
     flags += ['--optimizer', 'sgd', '--learning_rate', '100', '--num_gpus', '2']
+    flags += ['--data_dir', part_dir]
     flags += ['--save_every_seconds', '1e-9', '--model_dir', 'm', '--keep', '9999']
     done = main('train_multi_gpu.py', *flags)
     assert done.status == 1

@@ -482,7 +482,7 @@ def test_a_damaged_data_file_gets_one_line(main, small_dir, tmp_path_factory):
     path = damaged / 't10k-images-idx3-ubyte'
     path.write_bytes(path.read_bytes()[:-1])
     done = main('train.py', '--device', 'cpu', '--data_dir', str(damaged))
-    assert_refused(done, 'found 392015')
+    assert_refused(done, 'found 98015')
 
 
 def test_another_configurations_model_dir_is_refused_by_flag(main, flags):

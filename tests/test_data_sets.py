@@ -44,7 +44,7 @@ def test_any_image_size(tmp_path, small):
             't10k-labels-idx1-ubyte: index 7: label 10; the 10 classes of the training '
             'images are 0 to 9',
         ),
-        ('size', 'training images are 28x28x1, test images 27x28x1'),
+        ('size', 'training images are 14x14x1, test images 13x14x1'),
         ('missing', 'data has no t10k-labels-idx1-ubyte, nor with .idx or .gz'),
     ],
 )

@@ -42,11 +42,11 @@ def test_the_score_is_what_the_run_printed_for_any_towers_and_batch(main, traine
     assert read_files(trained_dir) == before
 
 
-def test_classes_and_confusions_add_up(main, trained_dir, small):
+def test_classes_and_confusions_add_up(main, trained_dir, part):
     done = main('evaluate.py', '--device', 'cpu', '--model_dir', trained_dir)
     rows = [line.split() for line in done.out.splitlines()[-10:]]
     matrix = np.array([[int(n.replace('.', '0')) for n in row[4:]] for row in rows])
-    labels = small.valid.labels
+    labels = part.valid.labels
     assert matrix.shape == (10, 10)
     assert matrix.sum(axis=1).tolist() == np.bincount(labels).tolist()
     assert [int(row[1]) for row in rows] == np.bincount(labels).tolist()
@@ -59,7 +59,7 @@ def test_classes_and_confusions_add_up(main, trained_dir, small):
     assert matrix.trace() / len(labels) == pytest.approx(float(accuracy), abs=5e-5)
 
 
-def test_misread_images_are_written_as_they_are(main, trained_dir, small):
+def test_misread_images_are_written_as_they_are(main, trained_dir, part):
     argv = ['--device', 'cpu', '--model_dir', trained_dir, '--errors', 'new/errors']
     done = main('evaluate.py', *argv)
     names = files('new/errors')
@@ -70,10 +70,10 @@ def test_misread_images_are_written_as_they_are(main, trained_dir, small):
     with tf.Session() as session:
         for name in names[:20]:
             index, true, predicted = map(int, name[: -len('.png')].split('_'))
-            assert small.valid.labels[index] == true != predicted
+            assert part.valid.labels[index] == true != predicted
             with open('new/errors/' + name, 'rb') as file:
                 pixels = session.run(tf.image.decode_png(file.read()))
-            assert (pixels == small.valid.images[index]).all()
+            assert (pixels == part.valid.images[index]).all()
     again = main('evaluate.py', *argv)
     assert_mistake(again, '--errors new/errors is not empty')
 
@@ -144,8 +144,8 @@ def test_other_test_images_can_be_given_without_training_images(
     assert sum(int(row[1]) for row in rows) == 31
 
 
-def test_a_run_is_evaluated_from_anywhere(main, flags, small_dir, monkeypatch):
-    os.symlink(small_dir, 'data')
+def test_a_run_is_evaluated_from_anywhere(main, flags, part_dir, monkeypatch):
+    os.symlink(part_dir, 'data')
     flags[flags.index('--data_dir') + 1] = 'data'
     flags += ['--max_steps', '1', '--model_dir', 'runs/m']
     assert main('train.py', *flags).status == 0

@@ -28,14 +28,14 @@ def exported(trained_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def expected(trained_dir, small):
+def expected(trained_dir, part):
     """The class of each test image, as predictions are counted by evaluate.py."""
     done = command(
         'evaluate.py', '--device', 'cpu', '--model_dir', trained_dir, '--errors', 'e',
         cwd=os.path.dirname(trained_dir),
     )  # fmt: skip
     assert done.status == 0
-    classes = small.valid.labels.copy()
+    classes = part.valid.labels.copy()
     for name in os.listdir(os.path.join(os.path.dirname(trained_dir), 'e')):
         index, _, predicted = map(int, name[: -len('.png')].split('_'))
         classes[index] = predicted
@@ -55,8 +55,8 @@ def saved_model_cli(*argv):
     return done.stdout
 
 
-def test_saved_model_cli_gives_the_classes_of_predict(exported, small, expected):
-    images = small.valid.images
+def test_saved_model_cli_gives_the_classes_of_predict(exported, part, expected):
+    images = part.valid.images
     np.save('bytes.npy', images[:60])
     np.save('floats.npy', images[:60].astype(np.float32))
     for signature, array in (
@@ -106,9 +106,7 @@ def assert_portable(graph_def):
     )
 
 
-def test_it_loads_with_soft_placement_off_and_takes_any_batch(
-    exported, small, expected
-):
+def test_it_loads_with_soft_placement_off_and_takes_any_batch(exported, part, expected):
     with tf.Graph().as_default() as graph, strict_session() as session:
         loaded = tf.saved_model.load(
             session, ['serve'], str(exported / 'deep' / 'saved')
@@ -118,11 +116,11 @@ def test_it_loads_with_soft_placement_off_and_takes_any_batch(
         images = signature.inputs['images'].name
         classes = signature.outputs['classes'].name
         for batch in (1, 7, 500):
-            found = session.run(classes, {images: small.valid.images[:batch]})
+            found = session.run(classes, {images: part.valid.images[:batch]})
             assert found.tolist() == expected[:batch].tolist()
 
 
-def test_the_frozen_graph_stands_alone(exported, small, expected):
+def test_the_frozen_graph_stands_alone(exported, part, expected):
     graph_def = tf.GraphDef()
     with open(str(exported / 'frozen.pb'), 'rb') as file:
         graph_def.ParseFromString(file.read())
@@ -133,7 +131,7 @@ def test_the_frozen_graph_stands_alone(exported, small, expected):
             graph_def, return_elements=['classes:0', 'probabilities:0'], name=''
         )
         found = session.run(
-            [classes, probabilities], {'images:0': small.valid.images[:100]}
+            [classes, probabilities], {'images:0': part.valid.images[:100]}
         )
     assert found[0].tolist() == expected[:100].tolist()
     assert found[1].shape == (100, 10)

@@ -646,7 +646,7 @@ def test_the_script_for_one_gpu_refuses_several_machines(main, flags, monkeypatc
 
 @pytest.mark.parametrize('index, number', [(0, signal.SIGINT), (1, signal.SIGTERM)])
 def test_a_signal_on_any_stops_all_after_the_same_step(start, index, number):
-    argv = ['--epochs', '40', '--batch_size', '10']
+    argv = ['--epochs', '40', '--batch_size', '30']
     machines = start(3, *argv, patches=[TOLD_STEPS] * 3)
     machines[0].wait_for('Epoch 3')
     for address in (machine.name.split('(')[1][:-1] for machine in machines):

@@ -115,10 +115,10 @@ def net(images, training, num_classes, dropout):
 
 
 @pytest.mark.parametrize('towers', ['1', '2'])
-def test_it_learns_as_float32_does(small, main, flags, towers, monkeypatch):
+def test_it_learns_as_float32_does(part_dir, main, flags, towers, monkeypatch):
     monkeypatch.setitem(model.NETWORKS, 'net', net)
     flags += ['--num_gpus', towers, '--epochs', '2', '--batch_size', '20']
-    flags += ['--learning_rate', '0.002', '--model', 'net']
+    flags += ['--learning_rate', '0.002', '--model', 'net', '--data_dir', part_dir]
     done = main('train_multi_gpu.py', '--model_dir', 'plain', *flags)
     assert done.status == 0 and 'fp16' not in done.out
     done = main('train_multi_gpu.py', '--model_dir', 'half', '--fp16', *flags)
@@ -180,7 +180,7 @@ def test_train_py_is_one_tower_and_a_run_goes_on_bit_for_bit(run_steps, main, fl
     assert_same_bits(whole, parts)
 
 
-def test_a_network_of_ones_own_needs_to_know_nothing_of_it(main, flags):
+def test_a_network_of_ones_own_needs_to_know_nothing_of_it(main, flags, part_dir):
     with open('net.py', 'w') as file:
         file.write(
             'import tensorflow.compat.v1 as tf\n'
@@ -196,7 +196,7 @@ def test_a_network_of_ones_own_needs_to_know_nothing_of_it(main, flags):
             '    return tf.matmul(x, v) + b\n'
         )
     argv = ['train_multi_gpu.py', '--num_gpus', '2', '--model', 'net.py:net', *flags]
-    argv += ['--epochs', '2', '--model_dir']
+    argv += ['--data_dir', part_dir, '--epochs', '2', '--model_dir']
     assert main(*argv, 'plain').status == 0
     done = main(*argv, 'm', '--fp16')
     assert done.status == 0, done.err

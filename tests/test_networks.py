@@ -32,7 +32,7 @@ import tensorflow.compat.v1 as tf
 SIZE = 3
 
 def mlp(images, training, num_classes, dropout):
-    x = tf.reshape(images, [-1, 28 * 28])
+    x = tf.reshape(images, [-1, 14 * 14])
     x = tf.nn.relu(dense(x, 20, 'hidden'))
     return dense(dropout(x), num_classes, 'logits')
 
@@ -44,7 +44,7 @@ def dense(x, units, name):
         return tf.matmul(x, weights) + biases
 
 def linear(images, training, num_classes):
-    return dense(tf.reshape(images, [-1, 28 * 28]), num_classes, 'logits')
+    return dense(tf.reshape(images, [-1, 14 * 14]), num_classes, 'logits')
 """
 
 
@@ -86,7 +86,7 @@ def test_a_network_of_ones_own_is_trained_evaluated_and_exported(
     done = main('train_multi_gpu.py', *flags)
     assert done.status == 0 and done.err == ''
     assert done.out.startswith(
-        'model my.py:mlp: 15910 parameters, 10 classes (0 to 9); '
+        'model my.py:mlp: 4150 parameters, 10 classes (0 to 9); '
     )
     (run,) = os.listdir('runs')
     assert re.match(r'\d{8}-\d{6}-mlp-2$', run)
@@ -122,7 +122,7 @@ def test_a_module_is_found_from_the_current_directory(main, flags, tmp_path):
     (tmp_path / 'nets' / '__init__.py').write_text('')
     flags += ['--max_steps', '1', '--model_dir', 'm', '--model', 'nets.my:linear']
     done = main('train.py', *flags)
-    assert done.status == 0 and done.out.startswith('model nets.my:linear: 7850 param')
+    assert done.status == 0 and done.out.startswith('model nets.my:linear: 1970 param')
     assert records.read_config('m')['flags']['model'] == 'nets.my:linear'
     done = main('evaluate.py', '--device', 'cpu', '--model_dir', 'm')
     assert done.out.startswith('model nets.my:linear of m/')
@@ -370,7 +370,7 @@ def test_wrong_parameters_cost_one_line(main, flags, parameters, told):
     [
         ('tf.zeros([32, 7])', 'float32 [32, 7]: logits must be [32, 10]'),
         ('tf.zeros([31, 10])', 'float32 [31, 10]: logits must be [32, 10]'),
-        ('images', 'float32 [32, 28, 28, 1]: logits must be [32, 10]'),
+        ('images', 'float32 [32, 14, 14, 1]: logits must be [32, 10]'),
         ('tf.zeros([10])', 'float32 [10]: logits must be [32, 10]'),
         ('tf.zeros([32, 10], tf.int64)', 'int64 [32, 10]: logits must be floats [32,'),
         ('tf.placeholder(tf.float32)', 'float32 of unknown shape: logits must be [32,'),
@@ -445,8 +445,8 @@ def test_variables_that_copies_would_not_share_cost_one_line(
 ):
     written_network(
         'def f(images, training, num_classes):\n'
-        "    w = tf.Variable(tf.zeros([784, num_classes]), name='w')\n"
-        '    return tf.matmul(tf.reshape(images, [-1, 784]), w)\n'
+        "    w = tf.Variable(tf.zeros([196, num_classes]), name='w')\n"
+        '    return tf.matmul(tf.reshape(images, [-1, 196]), w)\n'
     )
     done = main(script, *flags, *argv, '--model', 'nets/f.py:f')
     told = (
@@ -528,7 +528,7 @@ def test_an_error_while_building_shows_the_users_frames(main, flags, script):
 def test_an_error_of_tensorflow_is_traced_to_the_users_line(main, brief):
     written_network(
         'def f(images, training, num_classes):\n'
-        '    x = tf.reshape(images, [-1, 784])\n'
+        '    x = tf.reshape(images, [-1, 196])\n'
         '    return tf.matmul(x, tf.zeros([7, num_classes]))\n'
     )
     done = main('train.py', *brief, '--model', 'nets/f.py:f')

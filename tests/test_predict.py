@@ -20,9 +20,9 @@ from tf1 import tf
 
 
 @pytest.fixture(scope='session')
-def digits(small):
+def digits(part):
     """Ten test images, uint8 [28, 28, 1], one of each class, clear ones first."""
-    images, labels = small.valid
+    images, labels = part.valid
     return [images[np.flatnonzero(labels == digit)[0]] for digit in range(10)]
 
 
@@ -39,15 +39,15 @@ def read_lines(out):
     }
 
 
-def test_files_get_the_classes_that_evaluation_gives(main, trained_dir, small):
+def test_files_get_the_classes_that_evaluation_gives(main, trained_dir, part):
     argv = ['--device', 'cpu', '--model_dir', trained_dir, '--errors', 'errors']
     assert main('evaluate.py', *argv).status == 0
     wrong = {int(name.split('_')[0]): name for name in os.listdir('errors')}
     for index in range(40):
         if index not in wrong:
-            label = small.valid.labels[index]
+            label = part.valid.labels[index]
             name = 'errors/%d_%d_%d.png' % (index, label, label)
-            write(name, png(small.valid.images[index]))
+            write(name, png(part.valid.images[index]))
     done = run(main, trained_dir, 'errors')
     assert done.status == 0 and done.err == ''
     lines = read_lines(done.out)

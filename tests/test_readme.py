@@ -61,7 +61,7 @@ def read_pages():
 
 
 @pytest.fixture
-def copy(tmp_path, small):
+def copy(tmp_path, part):
     """A copy of the project with a little MNIST; the shell stands in it."""
     listed = subprocess.check_output(['git', 'ls-files'], cwd=ROOT)
     for name in listed.decode().splitlines():
@@ -70,9 +70,9 @@ def copy(tmp_path, small):
         if not name.startswith(('data/', 'tests/')):
             shutil.copy(os.path.join(ROOT, name), str(target))
     shutil.rmtree(str(tmp_path / 'data' / 'mnist'))
-    little = small._replace(
-        train=Examples(*(a[:640] for a in small.train)),
-        valid=Examples(*(a[:200] for a in small.valid)),
+    little = part._replace(
+        train=Examples(*(a[:640] for a in part.train)),
+        valid=Examples(*(a[:200] for a in part.valid)),
     )
     write_data_set(tmp_path / 'data' / 'mnist', little)
 
@@ -164,9 +164,18 @@ def test_both_languages_have_the_same_commands_flags_links_and_figures():
         assert one and one == other, set(one) ^ set(other)
 
 
-def test_the_network_of_the_readme_is_trained_evaluated_and_exported(main, flags):
+def test_the_network_of_the_readme_is_trained_evaluated_and_exported(
+    main, flags, part_dir
+):
     write_network()
-    flags += ['--max_steps', '20', '--model', 'my_network.py:mlp']
+    flags += [
+        '--data_dir',
+        part_dir,
+        '--max_steps',
+        '20',
+        '--model',
+        'my_network.py:mlp',
+    ]
     done = main('train_multi_gpu.py', '--num_gpus', '2', *flags)
     assert done.status == 0 and done.err == ''
     assert done.out.startswith('model my_network.py:mlp: 203530 parameters, 10 classes')
