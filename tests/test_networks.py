@@ -534,7 +534,7 @@ def test_an_error_of_tensorflow_is_traced_to_the_users_line(main, brief):
     done = main('train.py', *brief, '--model', 'nets/f.py:f')
     assert done.status == 1 and done.out == ''
     assert done.err.startswith(
-        'ERROR: ValueError: Dimensions must be equal, but are 78'
+        'ERROR: ValueError: Dimensions must be equal, but are 19'
     )
     own = [path for path in re.findall(r'File "(.*?)", ', done.err) if 'nets' in path]
     assert own == [os.path.abspath('nets/f.py')]
