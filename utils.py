@@ -313,7 +313,15 @@ class _BelowWarning(logging.Filter):
         return record.levelno < logging.WARNING
 
 
-class _Results(logging.StreamHandler):
+class _Above(logging.StreamHandler):
+    """Writes lines above the bar, if there is one, not onto its row."""
+
+    def emit(self, record):
+        with tqdm.external_write_mode():
+            super().emit(record)
+
+
+class _Results(_Above):
     lost = None
 
     def handleError(self, record):  # noqa: N802
@@ -337,7 +345,7 @@ def set_up_logging():
             stream.reconfigure(errors='backslashreplace')
     results = _Results(sys.stdout)
     results.addFilter(_BelowWarning())
-    warnings = logging.StreamHandler(sys.stderr)
+    warnings = _Above(sys.stderr)
     warnings.setLevel(logging.WARNING)
     warnings.setFormatter(logging.Formatter('%(levelname)s: %(message)s'))
     # What is said before there is a train.log, for train.log.

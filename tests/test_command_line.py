@@ -123,34 +123,57 @@ def test_a_good_run_in_files(small_dir, tmp_path):
     assert config['devices'] == {'towers': ['/cpu:0', '/cpu:1'], 'gpus': []}
 
 
-# An unknown width is taken for 80 columns, on which images/s have no place.
-@pytest.mark.parametrize('columns', [0, 120])
-def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(small_dir, columns):
+def train_at_terminal(columns, *argv, stdout=None):
+    """Runs train.py on a terminal that is so wide, or does not say so (0).
+
+    Returns:
+      (what was written to the terminal, what to stdout if it is a pipe).
+    """
     leader, follower = pty.openpty()
     size = struct.pack('HHHH', 24, columns, 0, 0)
     fcntl.ioctl(follower, termios.TIOCSWINSZ, size)
     run = subprocess.Popen(
-        [sys.executable, ROOT + '/train.py', '--device', 'cpu', '--epochs', '1']
-        + ['--data_dir', small_dir],
-        stdout=subprocess.PIPE,
+        [sys.executable, ROOT + '/train.py', *argv],
+        stdout=stdout or follower,
         stderr=follower,
     )
     os.close(follower)
-    screen = b''
+    written = b''
     while True:
         try:
             part = os.read(leader, 4096)
         except OSError:  # the other end is closed
             break
-        screen += part
+        written += part
     out, _ = run.communicate()
-    assert run.returncode == 0
-    last = screen.decode().replace('\r\n', '').split('\r')[-1]
+    assert run.returncode == 0, written
+    return written.decode(), out
+
+
+# An unknown width is taken for 80 columns, on which images/s have no place.
+@pytest.mark.parametrize('columns', [0, 120])
+def test_a_terminal_gets_one_bar_per_epoch_and_stdout_none(flags, columns):
+    argv = ['--epochs', '1'] + flags
+    written, out = train_at_terminal(columns, *argv, stdout=subprocess.PIPE)
+    last = written.replace('\r\n', '').split('\r')[-1]
     assert last.startswith('100%|#') and ' 62/62 [' in last
     assert 'train_acc=0.' in last and 'train_loss=' in last
     assert bool(re.search(r'images/s=\d+\]', last)) == (columns == 120)
     assert last.rstrip().endswith(']') and len(last) <= (columns or 80)
     assert b'#' not in out and b'\r' not in out
+
+
+def test_what_is_told_within_an_epoch_stands_above_the_bar(flags):
+    argv = ['--epochs', '1', '--trace', '40', '--model_dir', 'm'] + flags
+    written, _ = train_at_terminal(80, *argv)
+    rows = []
+    for line in written.split('\n'):
+        row = ''
+        for part in line.split('\r'):  # each over what the one before has left
+            row = part + row[len(part) :]
+        rows.append(row.rstrip())
+    assert 'trace of the step: m/trace-40.json' in rows, rows
+    assert rows[rows.index('Epoch 1/1') + 2].startswith('100%|#'), rows
 
 
 def test_a_terminal_that_goes_away_ends_no_run(small_dir):
