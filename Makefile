@@ -27,15 +27,17 @@ lint: $(VENV)/test-installed
 
 # Python 3.6's own pip finds no wheels of today.
 $(VENV)/bin/pip:
-	$(PYTHON) -m venv $(VENV)
-	[ $(VERSION) != 3.6 ] || $(VENV)/bin/pip install -q -U 'pip<22'
+	@$(PYTHON) -m venv $(VENV)
+	@[ $(VERSION) != 3.6 ] || $(VENV)/bin/pip install -q -U 'pip<22'
 
 $(VENV)/train-installed: requirements.txt | $(VENV)/bin/pip
-	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt
-	$(VENV)/bin/pip check
-	touch $@
+	@echo 'installing into $(VENV); TensorFlow is several hundred megabytes'
+	@$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt
+	@$(VENV)/bin/pip check
+	@touch $@
 
 $(VENV)/test-installed: requirements-test.txt $(VENV)/train-installed
-	$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt -r $<
-	$(VENV)/bin/pip check
-	touch $@
+	@echo 'installing what the tests need'
+	@$(VENV)/bin/pip install -q --disable-pip-version-check -r requirements.txt -r $<
+	@$(VENV)/bin/pip check
+	@touch $@
