@@ -86,6 +86,31 @@ def parse(argv=None):
     Raises:
       UserError: a flag is unknown, malformed, out of range, or has no meaning here.
     """
+    flags, rest = _create_parser().parse_known_args(argv)
+    numbers = sorted(set(flags.num_gpus or _default_numbers(rest)))
+    if flags.machines and all(number % flags.machines for number in numbers):
+        raise UserError(
+            '--machines %d share no --num_gpus %s equally: give a multiple'
+            % (flags.machines, ' '.join(map(str, numbers)))
+        )
+    training = [_parse_training(rest, n) for n in numbers]
+    others = []
+    if flags.against:
+        changed = rest + shlex.split(flags.against)
+        others = [_parse_training(changed, n) for n in numbers]
+    for name in ('json', 'plot'):
+        _check_writable(name, getattr(flags, name))
+    if flags.plot:
+        _check_plot(flags)
+    if flags.peers and training[0].model not in PEERS_MODELS:
+        raise UserError(
+            '--peers have no --model %s, only %s: drop one'
+            % (training[0].model, ' and '.join(PEERS_MODELS))
+        )
+    return flags, training, others
+
+
+def _create_parser():
     parser = command_line.Parser(description=__doc__)
     parser.add_argument(
         '--num_gpus',
@@ -128,28 +153,7 @@ def parse(argv=None):
     parser.add_argument(
         '--plot', metavar='FILE', help='draw them there (needs matplotlib)'
     )
-    flags, rest = parser.parse_known_args(argv)
-    numbers = sorted(set(flags.num_gpus or _default_numbers(rest)))
-    if flags.machines and all(number % flags.machines for number in numbers):
-        raise UserError(
-            '--machines %d share no --num_gpus %s equally: give a multiple'
-            % (flags.machines, ' '.join(map(str, numbers)))
-        )
-    training = [_parse_training(rest, n) for n in numbers]
-    others = []
-    if flags.against:
-        changed = rest + shlex.split(flags.against)
-        others = [_parse_training(changed, n) for n in numbers]
-    for name in ('json', 'plot'):
-        _check_writable(name, getattr(flags, name))
-    if flags.plot:
-        _check_plot(flags)
-    if flags.peers and training[0].model not in PEERS_MODELS:
-        raise UserError(
-            '--peers have no --model %s, only %s: drop one'
-            % (training[0].model, ' and '.join(PEERS_MODELS))
-        )
-    return flags, training, others
+    return parser
 
 
 def _default_numbers(argv):

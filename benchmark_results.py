@@ -132,6 +132,17 @@ def show(result, towers, peers, machines=()):
         result['flags']['model'],
         result['rounds'],
     )
+    _show_towers(result['towers'], towers)
+    if machines:
+        _show_machines(result['machines'], machines)
+    if peers:
+        _show_peers(result['peers'], peers)
+    for sentence in advise(result):
+        log.info('')
+        log.info(sentence)
+
+
+def _show_towers(result, towers):
     head = '%6s %7s %7s %9s %6s %10s %8s %9s %6s'
     row = '%6d %7s %7d %9s %5.0f%% %9.0f%% %7.1f%% %6.2f us %5.1f%%'
     log.info('')
@@ -142,7 +153,7 @@ def show(result, towers, peers, machines=()):
         *('per image', 'wait'),
     )
     for one in towers:
-        figures = result['towers'][one.name]
+        figures = result[one.name]
         log.info(
             row,
             one.num_gpus,
@@ -155,15 +166,17 @@ def show(result, towers, peers, machines=()):
             figures['overhead_microseconds_per_image'],
             100 * figures['input_wait_share'],
         )
-    if machines:
-        log.info('')
-        log.info(
-            '%-22s %10s %7s %14s %9s %12s  %s',
-            *('over loopback', 'images/s', 'spread', 'of one machine', 'step'),
-            *('longer by', 'all-reduce alone'),
-        )
+
+
+def _show_machines(result, machines):
+    log.info('')
+    log.info(
+        '%-22s %10s %7s %14s %9s %12s  %s',
+        *('over loopback', 'images/s', 'spread', 'of one machine', 'step'),
+        *('longer by', 'all-reduce alone'),
+    )
     for one in machines:
-        figures = result['machines'][one.name]
+        figures = result[one.name]
         log.info(
             '%-22s %10s %6.0f%% %13.0f%% %6.2f ms %9.2f ms  %.2f ms, %.0f %% of a step',
             one.label,
@@ -175,11 +188,13 @@ def show(result, towers, peers, machines=()):
             figures['all_reduce_milliseconds'],
             100 * figures['all_reduce_share'],
         )
-    if peers:
-        log.info('')
-        log.info('%-22s %10s %7s   %s', 'against', 'images/s', 'spread', 'towers are')
+
+
+def _show_peers(result, peers):
+    log.info('')
+    log.info('%-22s %10s %7s   %s', 'against', 'images/s', 'spread', 'towers are')
     for one in peers:
-        figures = result['peers'][one.name]
+        figures = result[one.name]
         log.info(
             '%-22s %10s %6.0f%%   %.2f times as fast',
             one.label,
@@ -187,9 +202,6 @@ def show(result, towers, peers, machines=()):
             100 * figures['spread'],
             figures['towers_times_as_fast'],
         )
-    for sentence in advise(result):
-        log.info('')
-        log.info(sentence)
 
 
 def advise(result):

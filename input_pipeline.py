@@ -112,21 +112,10 @@ def build(
         element = Element(rows, draws, None)
         if reader.read_bytes is not None:
             element = _read_ahead(reader.read_bytes, element)
-        batch_queue = tf.FIFOQueue(
-            2 * steps * num_towers,
-            [tf.uint8, tf.int64],
-            [(batch_size,) + examples.images.shape[1:], [batch_size]],
-            name='batch_queue',
+        shape = (batch_size,) + examples.images.shape[1:]
+        batch_queue = _build_batch_queue(
+            reader, element, steps * num_towers, shape, augment
         )
-        enqueue = None
-        for batch in _split(element, steps * num_towers):  # [B, ...] each
-            images, labels = reader.decode(batch.rows, batch.encoded)
-            if augment:
-                images = augmentation.augment(images, batch.draws, augment)
-            # In their order; the batches after it are decoded meanwhile.
-            with tf.control_dependencies([enqueue] if enqueue is not None else []):
-                enqueue = batch_queue.enqueue([images, labels])
-        tf.train.add_queue_runner(tf.train.QueueRunner(batch_queue, [enqueue]))
         batches = _dequeue_in_order(batch_queue, num_towers)
         samples = _build_samples(reader, num_images, seed, augment)
     pipeline = Pipeline(
@@ -302,6 +291,26 @@ def _build_index_queue(
         advance = tf.group(next_epoch.assign_add(1), next_image.assign(0))
     tf.train.add_queue_runner(tf.train.QueueRunner(queue, [advance]))
     return queue, start
+
+
+def _build_batch_queue(reader, element, number, shape, augment):
+    """A queue of batches of images and labels; one run of its thread enqueues `number`.
+
+    `element` has the rows of them all, `shape` is that of a batch's images.
+    """
+    queue = tf.FIFOQueue(
+        2 * number, [tf.uint8, tf.int64], [shape, shape[:1]], name='batch_queue'
+    )
+    enqueue = None
+    for batch in _split(element, number):  # [B, ...] each
+        images, labels = reader.decode(batch.rows, batch.encoded)
+        if augment:
+            images = augmentation.augment(images, batch.draws, augment)
+        # In their order; the batches after it are decoded meanwhile.
+        with tf.control_dependencies([enqueue] if enqueue is not None else []):
+            enqueue = queue.enqueue([images, labels])
+    tf.train.add_queue_runner(tf.train.QueueRunner(queue, [enqueue]))
+    return queue
 
 
 def _dequeue_in_order(queue, num_towers):

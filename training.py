@@ -346,41 +346,11 @@ def run_epochs(flags, job, calls):
         utils.raise_if(calls.hear())
         began = time.time()
         log.info('Epoch %d/%d', now.epoch + 1, flags.epochs)
-        done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
-        steps = min(left, last_step - now.global_step)
-        special_steps = calls.keeper.special_steps(
-            now.global_step, steps, steps == left
-        )
-        with screen.open_bar(flags, done, left) as bar:
-            between = make_between(flags, calls, bar, now.global_step, steps)
-            speed = take_steps(
-                calls.step,
-                steps,
-                warm_up,
-                between,
-                job.pipeline.global_batch,
-                special_steps,
-            )
+        speed, ended = train_epoch(flags, job, calls, now, last_step, warm_up)
         warm_up = 0
-
         now = calls.read_state()
-        train = calls.read_score()
-        screen.log_score('train', *train)
-        valid = calls.evaluate()
-        screen.log_score('valid', *valid)
-        calls.keeper.events.valid(
-            now.global_step, summaries.scalars(loss=valid[0], accuracy=valid[1])
-        )
-        loss_scale = calls.read_loss_scale()
-        if loss_scale:
-            log.info(
-                'fp16: loss scale %g; %s skipped so far',
-                loss_scale.scale,
-                utils.count(loss_scale.skipped, 'step'),
-            )
-        if speed:
-            log.info('speed: %.0f images/s', speed)
-        if steps < left:
+        train, valid = score_epoch(calls, now, speed)
+        if not ended:
             log.info('--max_steps %d ends the run inside this epoch', last_step)
             saved = calls.keeper.save(now)
             break
@@ -393,6 +363,52 @@ def run_epochs(flags, job, calls):
         if goal:
             log.info('%s: the run ends after this epoch', goal)
     return rows, saved
+
+
+def train_epoch(flags, job, calls, now, last_step, warm_up):
+    """Takes the steps that are left of an epoch, up to `last_step`, under a bar.
+
+    Returns:
+      (images per second, whether the epoch is over).
+    """
+    done, left = input_pipeline.count_steps(job.pipeline, now.epoch_images)
+    steps = min(left, last_step - now.global_step)
+    ends = steps == left
+    with screen.open_bar(flags, done, left) as bar:
+        speed = take_steps(
+            calls.step,
+            steps,
+            warm_up,
+            make_between(flags, calls, bar, now.global_step, steps),
+            job.pipeline.global_batch,
+            calls.keeper.special_steps(now.global_step, steps, ends),
+        )
+    return speed, ends
+
+
+def score_epoch(calls, now, speed):
+    """Evaluates and shows how the epoch went.
+
+    Returns:
+      (mean loss, accuracy) of the epoch's training images, and of the validation's.
+    """
+    train = calls.read_score()
+    screen.log_score('train', *train)
+    valid = calls.evaluate()
+    screen.log_score('valid', *valid)
+    calls.keeper.events.valid(
+        now.global_step, summaries.scalars(loss=valid[0], accuracy=valid[1])
+    )
+    loss_scale = calls.read_loss_scale()
+    if loss_scale:
+        log.info(
+            'fp16: loss scale %g; %s skipped so far',
+            loss_scale.scale,
+            utils.count(loss_scale.skipped, 'step'),
+        )
+    if speed:
+        log.info('speed: %.0f images/s', speed)
+    return train, valid
 
 
 def find_goal(flags, state):
