@@ -77,11 +77,11 @@ def describe(flags, data):
         len(data.classes),
     )
     if decoding.is_stream(data.train.images):
-        low, high = (
-            data.train.images.size.min(axis=0),
-            data.train.images.size.max(axis=0),
-        )
-        yield 'as they are on disk: from %dx%d to %dx%d' % (*low, *high)
+        size = data.train.images.size
+        low, high = ('%dx%d' % tuple(f(axis=0)) for f in (size.min, size.max))
+        on_disk = low if low == high else 'from %s to %s' % (low, high)
+        if on_disk != '%dx%d' % data.train.images.shape[1:3]:
+            yield 'as they are on disk: ' + on_disk
     if data.held_out:
         yield '%g of each class are held out for validation' % data.held_out
     halves = [np.bincount(e.labels, minlength=len(data.classes)) for e in data[:2]]

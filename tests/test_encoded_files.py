@@ -225,6 +225,24 @@ def test_what_a_fault_leaves_out_is_found_once(damaged_dir, monkeypatch):
     assert [os.path.basename(name) for name, _ in data.faults] == ['7.png', '11.png']
 
 
+@pytest.mark.parametrize(
+    'other, argv, told',
+    [
+        ((6, 5), [], []),
+        ((6, 5), ['--image_size', '4'], ['as they are on disk: 6x5']),
+        ((7, 5), ['--image_size', '6x5'], ['as they are on disk: from 6x5 to 7x5']),
+    ],
+)
+def test_sizes_on_disk_are_told_where_they_are_not_those_of_training(
+    tmp_path, other, argv, told
+):
+    write_folders(tmp_path)
+    images.write(str(tmp_path / 'train/ant/0.png'), images.png(picture(0, other)))
+    flags = data_description.parse(['--data_dir', str(tmp_path)] + argv)
+    lines = list(data_description.describe(flags, data_sets.load(flags)))
+    assert [line for line in lines if 'on disk' in line] == told
+
+
 def test_a_data_set_is_described_with_its_faults(damaged_dir, capfd, monkeypatch):
     from tests.conftest import command
 
@@ -233,7 +251,7 @@ def test_a_data_set_is_described_with_its_faults(damaged_dir, capfd, monkeypatch
     assert done.status == 1
     lines = done.out.splitlines()
     assert lines[0].endswith('data: folders, images of 6x5x1, 2 classes')
-    assert lines[3:5] == [
+    assert lines[2:4] == [
         '  ant        19          5  ' + '#' * data_description.BAR,
         '  bee        19          5  ' + '#' * data_description.BAR,
     ]
