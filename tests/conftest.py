@@ -38,12 +38,6 @@ THREADS = utils.choose_threads(
 )
 
 
-def pytest_configure(config):
-    """Leaves out TensorFlow's own warnings: 47,000 on 1.15."""
-    quiet = 'ignore::DeprecationWarning:tensorflow.*'
-    config.addinivalue_line('filterwarnings', quiet)
-
-
 def open_thread_pools():
     """Opens the first session, whose thread pools all later ones of a process get.
 
