@@ -168,9 +168,15 @@ def meet(machines, facts, start_timeout, news=None):
     deadline = time.monotonic() + start_timeout
     with contextlib.closing(bind(machines)) as listener:
         if machines.index == 0:
-            return _gather(machines, facts, listener, deadline, news), news
-        connection, news = _report(machines, facts, deadline)
-        return {0: connection}, news
+            connections = _gather(machines, facts, listener, deadline, news)
+        else:
+            connection, news = _report(machines, facts, deadline)
+            connections = {0: connection}
+    for connection in connections.values():
+        # Or what is told right after a beat waits until that is acknowledged, and is
+        # lost where the process ends first: so would be why it ends.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connections, news
 
 
 def _gather(machines, facts, listener, deadline, news):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import watch
+from messages import receive, send
 from tests.conftest import Machine
 from tf1 import tf
 from utils import RunFailed, RunStopped, UserError
@@ -69,6 +70,24 @@ def go_on(team, seconds, indices=(0, 1, 2)):
 def test_heartbeats_keep_quiet_machines_together(team):
     go_on(team, 4.5)
     assert team.ends == [[], [], []]
+
+
+def test_what_is_told_last_arrives_though_the_connection_is_reset(addresses):
+    machines = [Machine(addresses[:2], index) for index in range(2)]
+    ours, theirs = (machine.wait()[1 - i] for i, machine in enumerate(machines))
+    for _ in range(3):  # until acknowledgements are put off, as with beats
+        send(ours, place=1)
+        receive(theirs, 5)
+        send(theirs, place=1)
+        receive(ours, 5)
+        time.sleep(0.3)
+    send(theirs, place=2)
+    time.sleep(0.05)
+    send(ours, place=3)
+    send(ours, failed='why')
+    ours.close()  # a message unread, as by a process that ends
+    assert receive(theirs, 5) == {'place': 3}
+    assert receive(theirs, 5) == {'failed': 'why'}
 
 
 @pytest.mark.parametrize('gone', [0, 1, 2])
