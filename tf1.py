@@ -65,20 +65,35 @@ def show_stderr():
         os.dup2(stderr, 2)
 
 
-@contextlib.contextmanager
-def leave_at_once():
-    """Inside the block Ctrl-C ends the process.
+def leave_at_once(number, frame):
+    """What Ctrl-C does from here on; in a script of ours until `utils.run_main`.
 
     Libraries that are being imported may swallow a KeyboardInterrupt.
     """
-    if threading.current_thread() is not threading.main_thread():
+    os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def quick_ctrl_c():
+    """Inside the block, and in a script of ours after it, Ctrl-C ends the process."""
+    untouched = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    if not untouched or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, leave_at_once)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        script = getattr(sys.modules['__main__'], '__file__', None)
+        if script is None or not is_ours(script):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_ours(script):
+    """Returns whether a file lies beside this one."""
+    return os.path.dirname(os.path.realpath(script)) == os.path.dirname(
+        os.path.realpath(__file__)
+    )
 
 
 def import_tensorflow():
@@ -93,7 +108,7 @@ def import_tensorflow():
         level = '3' if quiet else '2'
         os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', level)
         logging.getLogger('tensorflow').setLevel(logging.ERROR)
-    with quiet_stderr(), leave_at_once():
+    with quiet_stderr(), quick_ctrl_c():
         import tensorflow.compat.v1 as tensorflow
 
         tensorflow.disable_v2_behavior()

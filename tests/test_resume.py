@@ -363,10 +363,12 @@ def test_a_mistake_leaves_an_existing_directory_as_it_was(main, flags):
         assert read_files('m') == before
 
 
-def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
+@pytest.mark.parametrize('library', ['tensorflow', 'tqdm'])
+@pytest.mark.parametrize('script', ['train.py', 'model.py'])
+def test_ctrl_c_while_libraries_are_imported_is_no_traceback(script, library):
     # What stands for it is slow and swallows a KeyboardInterrupt.
-    os.mkdir('tensorflow')
-    with open('tensorflow/__init__.py', 'w') as file:
+    os.mkdir(library)
+    with open(library + '/__init__.py', 'w') as file:
         file.write(
             'import time\n'
             'try:\n'
@@ -376,7 +378,7 @@ def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
             '    time.sleep(60)\n'
         )
     process = subprocess.Popen(
-        [sys.executable, os.path.join(ROOT, 'train.py')] + flags,
+        [sys.executable, os.path.join(ROOT, script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         universal_newlines=True,
@@ -386,3 +388,38 @@ def test_ctrl_c_while_tensorflow_is_imported_is_no_traceback(flags):
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=5) == ('', '')
     assert process.returncode == 128 + signal.SIGINT
+
+
+def test_who_imports_the_rooms_keeps_ctrl_c():
+    code = (
+        'import signal, training\n'
+        'assert signal.getsignal(signal.SIGINT) == signal.default_int_handler\n'
+    )
+    with open('own.py', 'w') as file:
+        file.write(code)
+    for argv in (['-c', code], ['own.py']):
+        done = subprocess.run(
+            [sys.executable] + argv,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            env=dict(os.environ, PYTHONPATH=ROOT),
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_job_in_the_background_ignores_ctrl_c_from_its_start_on():
+    def ignore():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        [sys.executable, os.path.join(ROOT, 'model.py')],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+        preexec_fn=ignore,
+    )
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    out, err = process.communicate()
+    assert process.returncode == 0 and out.startswith('network '), err
