@@ -65,17 +65,29 @@ def show_stderr():
         os.dup2(stderr, 2)
 
 
-def leave_at_once(number, frame):
-    """What Ctrl-C does from here on; in a script of ours until `utils.run_main`.
+# They run `utils.run_main`; whoever else imports this keeps Ctrl-C.
+SCRIPTS = (
+    'benchmark.py',
+    'benchmark_machines.py',
+    'benchmark_towers.py',
+    'evaluate.py',
+    'export.py',
+    'input_pipeline.py',
+    'model.py',
+    'predict.py',
+    'train.py',
+    'train_multi_gpu.py',
+)
 
-    Libraries that are being imported may swallow a KeyboardInterrupt.
-    """
+
+def leave_at_once(number, frame):
+    """What Ctrl-C does while libraries are imported, which may swallow it."""
     os._exit(128 + number)
 
 
 @contextlib.contextmanager
 def quick_ctrl_c():
-    """Inside the block, and in a script of ours after it, Ctrl-C ends the process."""
+    """Inside the block, and in `SCRIPTS` until `utils.run_main`, Ctrl-C ends all."""
     untouched = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     if not untouched or threading.current_thread() is not threading.main_thread():
         yield
@@ -84,16 +96,10 @@ def quick_ctrl_c():
     try:
         yield
     finally:
-        script = getattr(sys.modules['__main__'], '__file__', None)
-        if script is None or not is_ours(script):
+        here = os.path.dirname(os.path.realpath(__file__))
+        main = os.path.realpath(getattr(sys.modules['__main__'], '__file__', ''))
+        if main not in [os.path.join(here, script) for script in SCRIPTS]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def is_ours(script):
-    """Returns whether a file lies beside this one."""
-    return os.path.dirname(os.path.realpath(script)) == os.path.dirname(
-        os.path.realpath(__file__)
-    )
 
 
 def import_tensorflow():

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 import pytest
 
 import checkpoints
+import tf1
 import utils
 from tests import soak
 from tests.conftest import (
@@ -361,6 +364,16 @@ def test_a_mistake_leaves_an_existing_directory_as_it_was(main, flags):
         done = main('train.py', '--model_dir', 'm', *(flags + mistake))
         assert done.status == 2, done.err
         assert read_files('m') == before
+
+
+def test_the_scripts_that_leave_at_once_are_those_that_listen_later():
+    found = set()
+    for path in pathlib.Path(ROOT).glob('*.py'):
+        if re.search(
+            r'\n    sys\.exit\(.*run_main\(', path.read_text(encoding='utf-8')
+        ):
+            found.add(path.name)
+    assert set(tf1.SCRIPTS) == found
 
 
 @pytest.mark.parametrize('library', ['tensorflow', 'tqdm'])
