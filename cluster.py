@@ -175,7 +175,8 @@ def meet(machines, facts, start_timeout, news=None):
     for connection in connections.values():
         # Or what is told right after a beat waits until that is acknowledged, and is
         # lost where the process ends first: so would be why it ends.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it may be gone already
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connections, news
 
 

@@ -96,10 +96,16 @@ def quick_ctrl_c():
     try:
         yield
     finally:
-        here = os.path.dirname(os.path.realpath(__file__))
-        main = os.path.realpath(getattr(sys.modules['__main__'], '__file__', ''))
-        if main not in [os.path.join(here, script) for script in SCRIPTS]:
+        if not is_script(getattr(sys.modules['__main__'], '__file__', None)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_script(path):
+    """Returns whether a path, None without a file, is that of one of `SCRIPTS`."""
+    if path is None:
+        return False
+    directory, name = os.path.split(os.path.realpath(path))
+    return name in SCRIPTS and directory == os.path.dirname(os.path.realpath(__file__))
 
 
 def import_tensorflow():

@@ -438,7 +438,9 @@ def run_main(main, must_show=False):
     del raised[:]
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     ctrl_c_before = signal.getsignal(signal.SIGINT)
-    if ctrl_c_before in (signal.default_int_handler, leave_at_once):  # or it is ignored
+    if ctrl_c_before == leave_at_once:
+        ctrl_c_before = signal.default_int_handler
+    if ctrl_c_before == signal.default_int_handler:  # or it is ignored
         signal.signal(signal.SIGINT, _raise_stopped)
     try:
         _check_current_directory()

@@ -420,7 +420,19 @@ def test_who_imports_the_rooms_keeps_ctrl_c():
         assert done.returncode == 0, done.stderr
 
 
-def test_a_job_in_the_background_ignores_ctrl_c_from_its_start_on():
+def test_after_a_script_ctrl_c_is_what_python_makes_of_it():
+    code = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)'
+    done = subprocess.run(
+        [sys.executable, '-i', os.path.join(ROOT, 'model.py')],
+        input=code + '\n',
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )
+    assert done.stdout.splitlines()[-1] == 'default_int_handler', done
+
+
+def test_a_job_in_the_background_is_not_ended_by_ctrl_c_while_it_starts():
     def ignore():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
