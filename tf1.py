@@ -29,8 +29,9 @@ for number, name in ((1, 'stdout'), (2, 'stderr')):
 VERBOSE = '--verbose' in sys.argv
 
 
-# The stderr that `quiet_stderr` has put aside, if it has.
+# The stderr that `quiet_stderr` has put aside, if it has; and who may touch it.
 _aside = []
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -54,15 +55,17 @@ def quiet_stderr():
             os.write(2, held.read())
             raise
         finally:
-            os.dup2(stderr, 2)
-            _aside.remove(stderr)
-            os.close(stderr)
+            with _lock:
+                os.dup2(stderr, 2)
+                _aside.remove(stderr)
+                os.close(stderr)
 
 
 def show_stderr():
     """Brings stderr back, for a thread that ends the process inside `quiet_stderr`."""
-    for stderr in _aside[:1]:
-        os.dup2(stderr, 2)
+    with _lock:
+        for stderr in _aside[:1]:
+            os.dup2(stderr, 2)
 
 
 # They run `utils.run_main`; whoever else imports this keeps Ctrl-C.

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
+import tf1
 import utils
 from tests.conftest import ROOT, make_flags
 from tf1 import tf
@@ -185,6 +187,32 @@ def test_variables_that_gpus_have_no_kernel_for_stay_on_the_cpu(choice):
         counter = tf.get_variable('counter', [], tf.int32)
         weight = tf.get_variable('weight', [])
     assert 'cpu:0' in counter.device.lower() and 'gpu:0' in weight.device.lower()
+
+
+def test_stderr_is_brought_back_while_it_is_coming_back(monkeypatch):
+    taken, closed, errors = threading.Event(), threading.Event(), []
+
+    class Aside(list):
+        def __getitem__(self, which):
+            found = super().__getitem__(which)
+            taken.set()
+            closed.wait(0.5)
+            return found
+
+    def show():
+        try:
+            tf1.show_stderr()
+        except OSError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(tf1, '_aside', Aside())
+    thread = threading.Thread(target=show)
+    with tf1.quiet_stderr():
+        thread.start()
+        assert taken.wait(5)
+    closed.set()
+    thread.join()
+    assert not errors
 
 
 def test_xla_is_given_whole_towers():
