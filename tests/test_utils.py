@@ -1,5 +1,6 @@
 """Flags and devices: what is refused, and in which words."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -213,6 +214,26 @@ def test_stderr_is_brought_back_while_it_is_coming_back(monkeypatch):
     closed.set()
     thread.join()
     assert not errors
+
+
+def test_half_precision_says_nothing_on_a_cpu_that_has_none():
+    # oneDNN would, once per process, where the CPU lacks instructions for it.
+    code = """
+import utils
+from tf1 import tf
+with tf.Graph().as_default(), utils.open_session(utils.CPU, (1, 2)) as session:
+    half = tf.placeholder(tf.float16, [2, 2])
+    print(session.run(tf.matmul(half, half), {half: [[1, 2], [3, 4]]}).tolist())
+"""
+    # An interpreter of its own: forked ones have TensorFlow's errors switched off.
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        env=dict(os.environ, PYTHONPATH=ROOT),
+    )
+    assert done.stdout == '[[7.0, 10.0], [15.0, 22.0]]\n'
 
 
 def test_xla_is_given_whole_towers():
