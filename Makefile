@@ -1,6 +1,6 @@
 # make train [PYTHON=python3.11] [ARGS='--epochs 1']
 # make test  [PYTHON=python3.11]
-# make lint
+# make lint  [PYTHON=python3.11], 3.8 or newer
 #
 # One virtual environment per interpreter: .venv/3.7, .venv/3.11, ...
 
@@ -22,6 +22,7 @@ test: $(VENV)/test-installed
 	$(VENV)/bin/python -m pytest -q -n 2 $(ARGS) tests
 
 lint: $(VENV)/test-installed
+	@[ -x $(VENV)/bin/ruff ] || { echo 'Python $(VERSION) has no linter: say PYTHON=python3.11'; exit 2; }
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 

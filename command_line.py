@@ -302,7 +302,8 @@ def _add_run(group):
         '--seed',
         type=number(int, 0, 2**31 - 1),
         default=0,
-        help='of initial weights, order of images and dropout (default: 0)',
+        help='of initial weights, order of images, augmentation and dropout '
+        '(default: 0)',
     )
 
 
@@ -352,7 +353,7 @@ def _add_training(group, networks):
         '--dropout',
         type=number(float, 0, 0.99),
         default=0.4,
-        help='share of units dropped before each dense layer (default: 0.4)',
+        help='share of units dropped before dense layers (default: 0.4)',
     )
     group.add_argument(
         '--batch_size',
