@@ -29,9 +29,21 @@ IDX_NAME = re.compile(
 )
 
 
+def list_names(directory):
+    """Returns the names in a directory, sorted.
+
+    Raises:
+      UserError: it can't be read.
+    """
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise UserError('%s: %s' % (directory, error.strerror)) from None
+
+
 def find_idx(data_dir, split):
     """Returns a match of `IDX_NAME` per IDX file of a split, those with .gz last."""
-    names = sorted(os.listdir(data_dir), key=lambda name: (name.endswith('.gz'), name))
+    names = sorted(list_names(data_dir), key=lambda name: name.endswith('.gz'))
     matches = filter(None, map(IDX_NAME.match, names))
     return [m for m in matches if (m.group('split') == 'train') == (split == 'train')]
 
@@ -166,7 +178,7 @@ def find_cifar(data_dir, split):
     found = []
     for cifar in CIFARS:
         pattern = cifar.train if split == 'train' else cifar.valid
-        names = [n for n in os.listdir(data_dir) if re.match(pattern + '$', n)]
+        names = [n for n in list_names(data_dir) if re.match(pattern + '$', n)]
         names.sort(key=lambda name: [int(n) for n in re.findall(r'\d+', name)])
         if names:
             found.append((cifar, [os.path.join(data_dir, name) for name in names]))
@@ -238,7 +250,7 @@ def find_npz(data_dir, split=None):
     del split
     if os.path.isfile(data_dir):
         return [data_dir]
-    names = sorted(name for name in os.listdir(data_dir) if name.endswith('.npz'))
+    names = [name for name in list_names(data_dir) if name.endswith('.npz')]
     return [os.path.join(data_dir, name) for name in names]
 
 

@@ -29,7 +29,7 @@ def summarise(training, towers, peers, answers, machines=(), left_out=()):
         # Neighbouring slices are compared: both had the same share of the machine.
         pairs = [pair for answer in rounds for pair in answer['rates']]
         per_towers[one.name] = {
-            'global_batch': one.num_gpus * training.batch_size,
+            'global_batch': one.num_gpus * training.batch_size * training.accumulate,
             **_rate(rounds),
             'limit_images_per_second': statistics.median(limit for _, limit in pairs),
             'limit_share': statistics.median(rate / limit for rate, limit in pairs),
@@ -85,7 +85,7 @@ def _summarise_machines(training, machines, answers):
     """Returns {label: figures}, against as many towers of one machine in each round."""
     per_label = collections.OrderedDict()
     for one in machines:
-        batch = training.batch_size * one.num_gpus
+        batch = one.num_gpus * training.batch_size * training.accumulate
         pairs = list(
             zip(
                 map(_round_rate, answers[one.name]),

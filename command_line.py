@@ -136,13 +136,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
 
-    def parse_args(self, args=None, namespace=None):
-        flags = super().parse_args(args, namespace)
+    def parse_known_args(self, args=None, namespace=None):
+        flags, rest = super().parse_known_args(args, namespace)
         for name, value in vars(flags).items():
             # What argparse makes of `--epochs=--`.
             if value == [] and self.get_default(name) != []:
                 self.error('argument --%s: expected one argument' % name)
-        return flags
+        return flags, rest
 
     def error(self, message):
         raise UserError('%s (see --help)' % message)

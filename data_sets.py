@@ -126,6 +126,7 @@ def find_format(flags):
         return 'npz'
     if not os.path.isdir(data_dir):
         raise UserError('--data_dir %s is not a directory' % data_dir)
+    array_files.list_names(data_dir)  # or nothing would be found in it
     if flags.format is not None:
         return flags.format
     found = [

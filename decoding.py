@@ -364,7 +364,9 @@ def decode_all(images, threads):
         for rows in _split_rows(images):
             decoded, why = _try(decode, rows)
             if why is not None:
-                raise UserError(explain_bad(images, *_find_bad_rows(decode, rows)[0]))
+                # What failed may be well when it is tried again.
+                bad = _find_bad_rows(decode, rows) or [(rows[0], why)]
+                raise UserError(explain_bad(images, *bad[0]))
             bar.update(len(rows))
             yield decoded
 

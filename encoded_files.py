@@ -22,7 +22,7 @@ import decoding
 import image_headers
 import kept
 import utils
-from array_files import Half
+from array_files import Half, list_names
 from tf1 import tf
 from utils import UserError, count, find_cause
 
@@ -49,12 +49,11 @@ def find_folders(data_dir, split):
 
 def list_classes(directory):
     """Returns the names of the directories in a directory."""
-    try:
-        with os.scandir(directory) as entries:
-            found = [e.name for e in entries if e.is_dir()]
-    except OSError as error:
-        raise UserError('%s: %s' % (directory, error.strerror)) from None
-    return sorted(name for name in found if not name.startswith('.'))
+    return [
+        name
+        for name in list_names(directory)
+        if not name.startswith('.') and os.path.isdir(os.path.join(directory, name))
+    ]
 
 
 def load_folders(flags, split):
@@ -109,13 +108,9 @@ def _make_half(stream, labels, faults):
 
 def _list_images(directory):
     """Returns the paths of the image files in a directory, sorted."""
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        raise UserError('%s: %s' % (directory, error.strerror)) from None
     found = [
         os.path.join(directory, name)
-        for name in names
+        for name in list_names(directory)
         if name.lower().endswith(ENDINGS) and not name.startswith('.')
     ]
     if not found:

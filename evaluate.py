@@ -163,7 +163,7 @@ def write_errors(directory, examples, predictions, classes):
         with utils.open_session(utils.CPU, (0, 0)) as session:
             for index, image in zip(wrong, read_images(examples.images, wrong)):
                 pair = classes[examples.labels[index]], classes[predictions[index]]
-                name = '%d_%s_%s.png' % (index, *pair)
+                name = ('%d_%s_%s.png' % (index, *pair)).replace('/', '_')
                 encoded = session.run(png, {pixels: image})
                 with open(os.path.join(directory, name), 'wb') as file:
                     file.write(encoded)

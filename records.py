@@ -340,7 +340,10 @@ def describe_facts(flags, devices, data, machines):
         # Of encoded images their lengths stand for all: to read them takes an epoch.
         content = examples.images.length if stream else examples.images
         facts[name + ' data'] = _checksum(content, examples.labels)
-    facts['classes'] = ' '.join(map(str, data.classes))
+    names = ' '.join(map(str, data.classes))
+    # A message has its limit.
+    short = len(names) <= 1000
+    facts['classes'] = names if short else _checksum(os.fsencode(names))
     facts.update(towers=' '.join(devices.towers), TensorFlow=tf.version.VERSION)
     facts['TF_CONFIG'] = ' '.join(machines.addresses)
     return facts

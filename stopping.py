@@ -19,6 +19,10 @@ PATIENCE_SECONDS = 1.0
 # What a last save and the way out may take before --max_minutes is over.
 RESERVE_SECONDS = 10.0
 
+HANDLED = signal.SIGINT, signal.SIGTERM
+# Of the block, said as a signal is; none has this number.
+END = 0
+
 _received = []
 
 
@@ -69,7 +73,8 @@ def signals(unblock, deadline=None):
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    handled = (signal.SIGINT, signal.SIGTERM)
+    # A job in the background ignores Ctrl-C.
+    handled = [n for n in HANDLED if signal.getsignal(n) != signal.SIG_IGN]
     wakeup_before = signal.set_wakeup_fd(writer)
     before = {number: signal.signal(number, _receive) for number in handled}
     watcher = threading.Thread(
@@ -82,7 +87,7 @@ def signals(unblock, deadline=None):
         signal.set_wakeup_fd(wakeup_before)
         for number in handled:
             signal.signal(number, before[number])
-        os.write(writer, b'\0')  # no signal has this number: the end
+        os.write(writer, bytes([END]))
         watcher.join()
         os.close(reader)
         os.close(writer)
@@ -95,14 +100,20 @@ def _receive(number, frame):
 
 
 def _watch(reader, unblock, deadline):
-    if _wait(reader, deadline) and not _next_signal(reader):
+    heard = _next_signal(reader) if _wait(reader, deadline) else None
+    if heard == END:
         return
-    if not _wait(reader, time.monotonic() + PATIENCE_SECONDS):
-        # It may itself hang, and a second signal must still be heard.
-        threading.Thread(target=_call, args=(unblock,), daemon=True).start()
-    last = _next_signal(reader)
-    if last:
-        os._exit(128 + last)
+    # In a thread: it may itself hang, and a second signal must still be heard.
+    patience = threading.Timer(PATIENCE_SECONDS, _call, [unblock])
+    patience.daemon = True
+    patience.start()
+    if heard is None:  # the deadline is no signal
+        heard = _next_signal(reader)
+    if heard != END:
+        heard = _next_signal(reader)
+    patience.cancel()
+    if heard != END:
+        os._exit(128 + heard)
 
 
 def _wait(reader, until):
@@ -117,8 +128,8 @@ def _call(unblock):
 
 
 def _next_signal(reader):
-    """Waits for SIGINT or SIGTERM, 0 for the end of the block."""
+    """Waits for SIGINT or SIGTERM, or for `END`."""
     while True:
         (number,) = os.read(reader, 1)
-        if number in (0, signal.SIGINT, signal.SIGTERM):
+        if number in (END, *HANDLED):
             return number

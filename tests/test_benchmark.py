@@ -124,7 +124,8 @@ def test_a_peer_is_compared_within_each_round():
     assert figures['spread'] == 4.5
 
 
-def test_machines_are_compared_with_as_many_towers_in_each_round():
+@pytest.mark.parametrize('argv', [[], ['--batch_size', '16', '--accumulate', '2']])
+def test_machines_are_compared_with_as_many_towers_in_each_round(argv):
     ours = [
         {'images_per_second': rate, 'all_reduce_seconds': 0.008} for rate in (320, 400)
     ]
@@ -135,8 +136,9 @@ def test_machines_are_compared_with_as_many_towers_in_each_round():
     )
     machines = benchmark.Measured('2 x 1', '2 x 1', 2, None, {})
     result = benchmark_results.summarise(
-        *(make_flags(), [tower], [], {'2': theirs, '2 x 1': ours}, [machines])
+        *(make_flags(*argv), [tower], [], {'2': theirs, '2 x 1': ours}, [machines])
     )
+    assert result['towers']['2']['global_batch'] == 64
     figures = result['machines']['2 x 1']
     # A step has 64 images: 200 and 160 ms, against 160 and 100 ms.
     assert figures['share_of_one_machine'] == pytest.approx((0.8 + 0.625) / 2)
@@ -326,6 +328,7 @@ def test_help_fits_into_80_columns_and_names_each_flag(monkeypatch, capsys):
             '--plot nowhere/b.png: No such file or directory',
         ),
         (['--device', 'gpu', '--num_gpus', '2'], 'sees no GPU'),
+        (['--seconds=--'], 'argument --seconds: '),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_measured(argv, told):

@@ -1,5 +1,7 @@
 """Data sets are checked as they are loaded."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -157,6 +159,22 @@ def test_what_is_no_directory_is_refused(tmp_path, path):
     with pytest.raises(UserError) as error:
         load(data_flags(tmp_path / path))
     assert str(error.value) == '--data_dir %s is not a directory' % (tmp_path / path)
+
+
+@pytest.mark.parametrize('form', [None, 'idx', 'cifar', 'npz', 'folders', 'tfrecord'])
+def test_a_directory_that_can_not_be_read_is_one_line(tmp_path, form):
+    os.mkdir('data', 0o311)
+    before = os.geteuid()
+    if before == 0:  # whom no permission keeps out
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(UserError) as error:
+            load(data_flags('data', format=form))
+    finally:
+        os.seteuid(before)
+        os.chmod('data', 0o755)
+    assert str(error.value) == 'data: Permission denied'
 
 
 def test_of_several_formats_one_is_to_be_named(tmp_path):

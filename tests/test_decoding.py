@@ -543,6 +543,20 @@ def test_decode_all_names_the_first(tmp_path, samples):
     assert told.endswith('; --skip_bad leaves such images out')
 
 
+def test_decode_all_tells_what_fails_and_is_well_again(tmp_path, samples, monkeypatch):
+    failures = [(None, 'Input/output error')]
+    try_once = decoding._try
+
+    def fail_once(decode, rows):
+        return failures.pop() if failures else try_once(decode, rows)
+
+    monkeypatch.setattr(decoding, '_try', fail_once)
+    stream = make_bad_stream(tmp_path, samples, 4)
+    with pytest.raises(UserError) as error:
+        list(decoding.decode_all(decoding.take(stream, [0, 1]), (0, 0)))
+    assert ' can not be decoded: Input/output error; ' in str(error.value)
+
+
 def test_decode_all_gives_what_is_in_memory_in_parts(monkeypatch):
     monkeypatch.setattr(decoding, 'CHUNK', 4)
     images = np.arange(10)

@@ -78,6 +78,16 @@ def test_misread_images_are_written_as_they_are(main, trained_dir, part):
     assert_mistake(again, '--errors new/errors is not empty')
 
 
+def test_a_class_may_have_a_name_that_no_file_can_have(small):
+    examples = small.valid._replace(labels=small.valid.labels % 2)
+    wrong = examples.labels.copy()
+    wrong[7] = 1 - wrong[7]
+    names = ['cat/dog', 'bird']
+    assert evaluate.write_errors('errors', examples, wrong, names) == 1
+    one, other = ('cat_dog', 'bird')[:: 1 - 2 * examples.labels[7]]
+    assert files('errors') == ['7_%s_%s.png' % (one, other)]
+
+
 def test_many_classes_are_listed_by_their_confusions():
     matrix = np.diag(np.arange(100, 200))
     matrix[42, 17] = 9

@@ -1,6 +1,7 @@
 """`--model`: a network of your own, its mistakes, and how others find it again."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import cluster
+import messages
 import model
 import networks
 import records
@@ -280,11 +282,11 @@ def forget_file(path):
 
 
 def test_machines_compare_what_the_network_is_not_where(small, tmp_path):
-    def describe(name):
+    def describe(name, data=small):
         find(name)
         devices = utils.choose_devices('cpu', 1)
         flags = argparse.Namespace(model=name, seed=0)
-        return records.describe_facts(flags, devices, small, cluster.ONE)
+        return records.describe_facts(flags, devices, data, cluster.ONE)
 
     here = describe('nets/my.py:mlp')
     assert here['--model'] == 'my.py:mlp'
@@ -297,6 +299,15 @@ def test_machines_compare_what_the_network_is_not_where(small, tmp_path):
     changed = describe('changed/my.py:mlp')
     assert changed.pop('my.py:mlp') != here.pop('my.py:mlp')
     assert changed == here
+    assert here['classes'] == '0 1 2 3 4 5 6 7 8 9'
+    # What two machines have is told in one message.
+    many = ['class %06d' % number for number in range(20000)]
+    facts = [
+        describe('nets/my.py:mlp', small._replace(classes=classes))
+        for classes in (many, many[:-1] + ['another'])
+    ]
+    assert len(json.dumps(facts)) < messages.MAX_BYTES
+    assert facts[0]['classes'] != facts[1]['classes']
 
 
 # Mistakes: one line, exit 2, nothing written

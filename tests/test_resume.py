@@ -13,6 +13,7 @@ import time
 import pytest
 
 import checkpoints
+import stopping
 import tf1
 import utils
 from tests import soak
@@ -290,6 +291,35 @@ def test_a_second_signal_leaves_at_once(flags):
     time.sleep(2)
     assert process.poll() is None, 'nothing but a second signal can end this one'
     end(process, signal.SIGINT)
+
+
+def test_the_first_signal_after_the_time_limit_is_not_the_second():
+    code = """
+import os, signal, time
+import stopping
+with stopping.signals(lambda: None, deadline=time.monotonic() + 0.1):
+    time.sleep(0.4)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.4)
+        print(stopping.find_stop().status, flush=True)
+"""
+    assert command('-c', code=code) == (143, '143\n', '')
+
+
+def test_a_job_in_the_background_is_not_ended_by_ctrl_c_while_it_trains():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stopping.signals(lambda: None):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            assert stopping.find_stop() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            assert stopping.find_stop().status == 143
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_before_training_is_no_traceback(flags):
