@@ -45,7 +45,8 @@ def prepare(argument):
     devices = utils.choose_devices(flags.device, flags.num_gpus, flags.gpus)
     data = data_sets.load(flags, utils.choose_threads(flags, devices.towers))
     steps = argument['steps']
-    warm_up = count_warm_up(flags.batch_size * flags.num_gpus, data.train.images)
+    own_batch = flags.batch_size * flags.num_gpus * flags.accumulate
+    warm_up = count_warm_up(own_batch, data.train.images)
 
     def find_stop():
         return None

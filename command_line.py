@@ -7,11 +7,11 @@ import shlex
 import sys
 
 import augmentation
+import data_sets
 from networks import find_network
 from utils import UserError
 
 MAX_TOWERS = 64
-FORMATS = ('idx', 'cifar', 'npz', 'folders', 'tfrecord')
 OPTIMIZERS = ('adam', 'sgd', 'momentum', 'rmsprop')
 SCHEDULES = ('cosine', 'constant', 'step', 'exponential')
 
@@ -220,7 +220,7 @@ def add_data(group):
     )
     group.add_argument(
         '--format',
-        choices=FORMATS,
+        choices=list(data_sets.FORMATS),
         help='idx: files named as those of MNIST; cifar: CIFAR-10 or -100, binary; '
         'npz: x_train, y_train, x_test, y_test; folders: train/CLASS/ and valid/CLASS/ '
         'of image files; tfrecord: train*.tfrecord and valid*.tfrecord (default: told '

@@ -6,6 +6,7 @@ the image where it stopped.
 """
 
 import contextlib
+import functools
 import glob
 import gzip
 import json
@@ -100,10 +101,9 @@ def load_folders(flags, split):
 
 
 def _make_half(stream, labels, faults):
-    def name_example(row):
-        return decoding.name_image(stream, row)
-
-    return Half(stream, labels, name_example, faults, {})
+    return Half(
+        stream, labels, functools.partial(decoding.name_image, stream), faults, {}
+    )
 
 
 def _list_images(directory):
@@ -363,5 +363,5 @@ def refuse(faults, flags):
 
 
 def _show(paths, title):
-    """Yields the paths; on a terminal, with a bar."""
+    """Returns the paths; on a terminal, with a bar."""
     return utils.open_bar('indexing %s' % title, 'file', paths)

@@ -91,10 +91,10 @@ def load(flags, found):
             '%s was trained on %s, which is not there: say where with --data_dir'
             % (found.model_dir, reading.data_dir)
         )
-    if reading.format not in (None, *command_line.FORMATS):
+    if reading.format not in (None, *data_sets.FORMATS):
         raise UserError(
             '%s/config.json: "format" is %r, none of %s'
-            % (found.model_dir, reading.format, ', '.join(command_line.FORMATS))
+            % (found.model_dir, reading.format, ', '.join(data_sets.FORMATS))
         )
     shape = found.image_shape
     examples = data_sets.load_valid(reading, found.classes, shape, found.threads)

@@ -198,13 +198,7 @@ def basic_block(x, filters, stride, training):
     return tf.nn.relu(conv_norm(x, filters, 3, training, 'conv2') + shortcut)
 
 
-NETWORKS = {
-    'article': article,
-    'cnn': cnn,
-    'lenet5': lenet5,
-    'mlp': mlp,
-    'resnet20': resnet20,
-}
+NETWORKS = {f.__name__: f for f in (article, cnn, lenet5, mlp, resnet20)}
 
 
 def scale(images, moments=None):

@@ -91,13 +91,9 @@ def open_events(model_dir, step, wanted=True):
     if not wanted:
         yield NO_EVENTS
         return
-    with contextlib.ExitStack() as stack:
-        yield Events(
-            *(
-                stack.enter_context(_event_file(os.path.join(model_dir, name), step))
-                for name in Events._fields
-            )
-        )
+    train, valid = (os.path.join(model_dir, name) for name in ('train', 'valid'))
+    with _event_file(train, step) as train, _event_file(valid, step) as valid:
+        yield Events(train, valid)
 
 
 @contextlib.contextmanager
