@@ -29,16 +29,22 @@ IDX_NAME = re.compile(
 )
 
 
-def list_names(directory):
-    """Returns the names in a directory, sorted.
+def list_entries(directory):
+    """Returns what a directory holds, a list of `os.DirEntry` sorted by name.
 
     Raises:
       UserError: it can't be read.
     """
     try:
-        return sorted(os.listdir(directory))
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=operator.attrgetter('name'))
     except OSError as error:
         raise UserError('%s: %s' % (directory, error.strerror)) from None
+
+
+def list_names(directory):
+    """Returns the names in a directory, sorted; raises as `list_entries`."""
+    return [entry.name for entry in list_entries(directory)]
 
 
 def find_idx(data_dir, split):
